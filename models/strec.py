@@ -81,9 +81,6 @@ class STRecOptions(AttentionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.d_model % self.heads == 0, f"heads: d_model {self.d_model} cannot be divided into {self.heads} heads"
-        )
         self.at_least(1, "attention_size")
         require(self.temperature > 0, "temperature must be positive")
         require(self.hash_bins == 0 or 2 <= self.hash_bins < GRID, f"hash_bins must be 0 or from 2 to {GRID - 1}")
