@@ -69,11 +69,6 @@ def by_recency(dense: STRec, batch: Batch) -> Tensor:
     return torch.arange(batch.items.shape[1]).float().expand(batch.items.shape)
 
 
-def by_age(dense: STRec, batch: Batch) -> Tensor:
-    """Return higher values (B, L) for earlier events."""
-    return -by_recency(dense, batch)
-
-
 def at_random(dense: STRec, batch: Batch) -> Tensor:
     """Return values (B, L) that depend on the item and its place, but on nothing that is learnt."""
     place_L = torch.arange(batch.items.shape[1])
@@ -86,7 +81,7 @@ CHOICES: dict[str, Choice] = {
     "oracle: attention rollout": by_rollout,
     "oracle: gradient x input": by_gradient,
     "random": at_random,
-    "oldest": by_age,
+    "oldest": lambda dense, batch: -by_recency(dense, batch),
 }
 
 

@@ -326,20 +326,15 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
     """Return what loads the model to serve, and what names its version."""
     if not options.saved:
+        from seqrec.tracking import registry  # MLflow takes seconds to import
+
         load, version = champion(dataset, config, options)
-        if not version():
-            _name_others(dataset, config)
+        if not version() and (others := registry.datasets(config)):
+            logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
         return load, version
     saved = numbered(options.saved, config)
     recommender, number = loaded(saved, config, options), version_of(saved, config)
     return lambda: recommender, lambda: number
-
-
-def _name_others(dataset: str, config: RegisterConfig) -> None:
-    from seqrec.tracking import registry
-
-    if others := registry.datasets(config):
-        logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served | None:

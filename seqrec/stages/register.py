@@ -161,7 +161,8 @@ def register(
         board = write_leaderboard(reports, split, rows)
         write_csv(reports / LEADERBOARD_CSV, rows)
         write_summaries(reports / "summary", rows)
-        write_curves(reports / CURVES_CSV, {entry.name: entry.history for entry in entries if entry.history})
+        histories = {entry.name: entry.history for entry in entries}
+        write_curves(reports / CURVES_CSV, histories)
         shown = examples.choose(
             leader=best.name,
             folders={entry.name: entry.folder for entry in entries},
@@ -184,7 +185,8 @@ def register(
             entry.row["champion"] = entry.fingerprint == outcome["champion"]
         board["registry"] = outcome
         write_json(reports / LEADERBOARD, board)
-        write_text(reports / REPORT_PAGE, _page(board, entries, shown, split))
+        metrics = {entry.name: entry.metrics for entry in entries}
+        write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown, _facts(entries, split)))
         if outcome["promoted"]:
             gain = board["verdict"]["gain"]
             if gain and gain["low"] <= 0:
@@ -213,12 +215,6 @@ def _entry(row: Row, artifacts: Path, reports: Path) -> Entry:
 
 def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _page(board: Mapping[str, Any], entries: Sequence[Entry], shown: Examples, split: Mapping[str, Any]) -> str:
-    metrics = {entry.name: entry.metrics for entry in entries}
-    histories = {entry.name: entry.history for entry in entries}
-    return report.page(board, metrics, histories, shown, _facts(entries, split))
 
 
 def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]:

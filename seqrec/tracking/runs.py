@@ -411,15 +411,12 @@ def curves(client: MlflowClient, run: Run, records: Iterable[Dated]) -> list[Met
         Metric(f"curve/{metric_name(key)}", rounded(float(value)), int(1000 * seconds), step)
         for record, step, seconds in records
         for key, value in record.items()
-        if key not in UNLOGGED and _is_number(value)
+        if key not in UNLOGGED
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     ]
     begun = {point.key for point in points} & run.data.metrics.keys()
     held = {(key, p.step, p.value) for key in begun for p in client.get_metric_history(run.info.run_id, key)}
     return [point for point in points if (point.key, point.step, point.value) not in held]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def epoch_log(experiment: str, log: LogEpoch | None = None) -> OpenLog:

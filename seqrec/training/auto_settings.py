@@ -107,11 +107,6 @@ def loss(shape: Shape) -> str:
     return "ce" if shape.items <= FULL_SOFTMAX else "sampled_ce"
 
 
-def ties_of(shape: Shape, *, resident: bool = True) -> str:
-    """Return `shuffle` if tied events have a random order, and all events are in memory, else `keep`."""
-    return "shuffle" if resident and not shape.ordered else "keep"
-
-
 def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = False) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
@@ -150,7 +145,8 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
     kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
-    order = values.setdefault("ties", ties_of(shape, resident=values.get("resident", True)))
+    shuffles = values.get("resident", True) and not shape.ordered  # all events are in memory
+    order = values.setdefault("ties", "shuffle" if shuffles else "keep")
     scored = shape.items if kind == "ce" else negatives
     number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=order == "shuffle"))
     rules = {

@@ -129,7 +129,8 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
         ConfigError: the size or kind of the checkpoint does not fit; the message names the option.
     """
     assert isinstance(model, Recformer)
-    if is_recformer(checkpoint):
+    card = Path(checkpoint) / MODEL_CARD
+    if card.is_file() and read_json(card).get("architecture") == "recformer":  # that this package saved
         _load_recformer(model, Path(checkpoint))
         return
     from transformers import AutoConfig, AutoModelForMaskedLM
@@ -185,12 +186,6 @@ def _set_eps(model: Recformer, eps: float) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = eps
-
-
-def is_recformer(checkpoint: str) -> bool:
-    """Return whether a folder holds a Recformer that this package saved."""
-    card = Path(checkpoint) / MODEL_CARD
-    return card.is_file() and read_json(card).get("architecture") == "recformer"
 
 
 def _load_recformer(model: Recformer, folder: Path) -> None:

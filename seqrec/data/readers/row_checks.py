@@ -6,6 +6,7 @@ import html
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,12 +164,9 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[CheckedRows]:
 def unescaped(column: str | pl.Expr) -> pl.Expr:
     """Replace HTML entities that end in `;`, but no bare `&`."""
     expression = pl.col(column) if isinstance(column, str) else column
-    replaced = expression.map_elements(_unescape, return_dtype=pl.String, skip_nulls=True)
+    unescape = partial(re.sub, ENTITY, lambda match: html.unescape(match[0]))
+    replaced = expression.map_elements(unescape, return_dtype=pl.String, skip_nulls=True)
     return pl.when(expression.str.contains(ENTITY)).then(replaced).otherwise(expression)
-
-
-def _unescape(text: str) -> str:
-    return re.sub(ENTITY, lambda match: html.unescape(match[0]), text)
 
 
 def identifier(ids: pl.Series) -> pl.Series:
