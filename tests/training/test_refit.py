@@ -3,12 +3,11 @@
 import json
 import logging
 import shutil
-from contextlib import nullcontext
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import case_table, run, weights
+from support import case_table, interrupted, run, weights
 
 from seqrec.artifacts import MODEL_CARD, REFITTED, read_json, sha256, write_json
 from seqrec.commands import refit as command
@@ -25,10 +24,6 @@ from seqrec.training import refit
 from seqrec.training.checkpoint import load_checkpoint, save_model
 from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
-
-
-class KilledError(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +95,8 @@ def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(
 def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, retrained, tmp_path, caplog):
     caplog.set_level(logging.INFO)
 
-    def kill(record, number):
-        raise KilledError
-
-    with pytest.raises(KilledError):
-        retrain(prepared, trained, tmp_path, open_log=lambda *_: nullcontext(kill))
+    with interrupted(3):
+        retrain(prepared, trained, tmp_path)
     retrain(prepared, trained, tmp_path)
     assert "resuming" in caplog.text
     assert "epoch 2/2" in caplog.text  # two are trained, of the schedule for four
