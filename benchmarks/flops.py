@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from seqrec.evaluation.cost import FlopCounter
 from seqrec.models import Batch, Catalogue, SequenceModel
-from seqrec.training.utilisation import FlopCounter
 
 Kind = type[SequenceModel]
 Work = Callable[[SequenceModel, Batch], object]

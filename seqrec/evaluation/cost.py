@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqrec.models.base import Batch, SequenceModel
 
@@ -29,10 +32,32 @@ def query_flops(model: SequenceModel) -> int:
     items_1L = torch.arange(length).remainder(model.catalogue.num_items).add(1).unsqueeze(0)
     times_1L = torch.arange(1 - length, 1, dtype=torch.float64).unsqueeze(0)
     batch = model.asked(Batch(items_1L, times_1L, torch.zeros(1, dtype=torch.int64)))
-    experts = {torch.ops.aten._grouped_mm: grouped_flops}  # torch has no formula of its own
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=experts) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounter() as counter:
         model(batch, last=True)
-    return int(counter.get_total_flops())
+    return int(counter.flops)
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts FLOPs; torch's own mode also follows the modules, and fails where a loss takes gradients of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        aten, known = torch.ops.aten, flop_counter.flop_registry
+        self.flops = 0
+        self.formulas = {
+            **known,
+            aten._scaled_dot_product_flash_attention_for_cpu: known[aten._scaled_dot_product_flash_attention],
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: known[
+                aten._scaled_dot_product_flash_attention_backward
+            ],
+            aten._grouped_mm: flop_counter.shape_wrapper(grouped_flops),  # torch has none
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self.formulas.get(func._overloadpacket)
+        self.flops += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
+        return out
 
 
 def grouped_flops(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:

@@ -7,14 +7,11 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqrec.evaluation.cost import grouped_flops
+from seqrec.evaluation.cost import FlopCounter
 from seqrec.training.cost import FIRST_STEPS
 
 logger = logging.getLogger(__name__)
@@ -80,29 +77,6 @@ class Utilisation:
 def _group(operator: str) -> str:
     name = operator.lower()
     return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), OTHERS)
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts FLOPs; torch's own mode also follows the modules, and fails where a loss takes gradients of gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        aten, known = torch.ops.aten, flop_counter.flop_registry
-        self.flops = 0
-        self.formulas = {
-            **known,
-            aten._scaled_dot_product_flash_attention_for_cpu: known[aten._scaled_dot_product_flash_attention],
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: known[
-                aten._scaled_dot_product_flash_attention_backward
-            ],
-            aten._grouped_mm: flop_counter.shape_wrapper(grouped_flops),
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = self.formulas.get(func._overloadpacket)
-        self.flops += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
-        return out
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
