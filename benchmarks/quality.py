@@ -10,6 +10,7 @@ default, after one epoch, and all its CPU seconds. Those of the others' validati
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -90,21 +91,15 @@ def ours(name: str, folder: Path, **changes: Any) -> list[Epoch]:
 def report(runs: dict[str, list[Epoch]]) -> str:
     """Return the table: for each contestant, CPU minutes until it is as good as the best of each peer."""
     goals = {name: max(e.ndcg for e in epochs) for name, epochs in runs.items() if not name.startswith("ours")}
-    reached = {name: {goal: _reached(epochs, value) for goal, value in goals.items()} for name, epochs in runs.items()}
     rows = []
     for name, epochs in runs.items():
         cells = [f"{max(epoch.ndcg for epoch in epochs):.4f}", f"{len(epochs)}"]
-        for goal in goals:
-            took, theirs = reached[name][goal], reached[goal][goal]
-            assert theirs is not None
-            cells.append("not reached" if took is None else f"{took / 60:.1f} ({theirs / took:.1f} x sooner)")
+        for goal, value in goals.items():
+            took, theirs = (next((e.seconds for e in runs[who] if e.ndcg >= value), math.inf) for who in (name, goal))
+            cells.append("not reached" if took == math.inf else f"{took / 60:.1f} ({theirs / took:.1f} x sooner)")
         rows.append((name, *cells))
     heads = [f"CPU minutes to the best of {goal} ({value:.4f})" for goal, value in goals.items()]
     return meter.markdown(("contestant", "best validation NDCG@10", "epochs", *heads), rows)
-
-
-def _reached(epochs: list[Epoch], goal: float) -> float | None:
-    return next((epoch.seconds for epoch in epochs if epoch.ndcg >= goal), None)
 
 
 if __name__ == "__main__":

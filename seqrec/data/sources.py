@@ -145,12 +145,11 @@ def _published(form: Mapping[str, Any], category: str) -> Publication:
         for role, file in form["files"].items()
     )
     reader: Callable[..., readers.Tables] = getattr(readers, form["reader"])
-    return Publication(files=files, read=reader, archive=_archive(form["archive"]) if "archive" in form else None)
-
-
-def _archive(entry: Mapping[str, Any]) -> Archive:
-    name = entry.get("name") or file_name(entry["url"])
-    return Archive(**{"name": name, **entry, "sha256": tuple(entry.get("sha256", []))})
+    archive = None
+    if entry := form.get("archive"):
+        name = entry.get("name") or file_name(entry["url"])
+        archive = Archive(**{"name": name, **entry, "sha256": tuple(entry.get("sha256", []))})
+    return Publication(files=files, read=reader, archive=archive)
 
 
 def _own(config: IngestConfig) -> Publication:
