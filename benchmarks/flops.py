@@ -47,10 +47,7 @@ def counted(work: Callable[[], object]) -> int:
 def _total(work: Work, kind: Kind, num_items: int, widths: Sequence[int], options: SequenceModel.Options) -> float:
     model = kind(options, Catalogue(num_items, 1, options.length))
     places = (1, options.length // 2, options.length)
-    counts = [counted(partial(work, model, _batch(width))) for width in places]
+    batches = [Batch(torch.ones(1, width).long(), torch.zeros(1, width), torch.ones(1).long()) for width in places]
+    counts = [counted(partial(work, model, batch)) for batch in batches]
     # attention is quadratic in the width and all else linear, so three counts give every other one
     return float(np.polyval(np.polyfit(places, counts, 2), widths).sum())
-
-
-def _batch(width: int) -> Batch:
-    return Batch(torch.ones(1, width).long(), torch.zeros(1, width), torch.ones(1).long())

@@ -65,8 +65,9 @@ class Options:
                 require(0 <= value < 1, f"{name} must be at least 0 and under 1")
         self.at_least(1, "members")
         require(self.history >= 1, "length must be at least 2 with objective cloze: MASK takes one position")
-        for name, allowed in _choices(type(self)).items():
-            require(getattr(self, name) in allowed, f"{name} must be one of {', '.join(allowed)}")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                require(getattr(self, name) in get_args(hint), f"{name} must be one of {', '.join(get_args(hint))}")
 
     @property
     def masked(self) -> bool:
@@ -92,12 +93,6 @@ class Options:
         """Raise ValueError if an option in `names` differs from its default."""
         changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
         require(not changed, f"{', '.join(changed)}: no effect, as {why}")
-
-
-def _choices(options: type[Options]) -> dict[str, tuple[str, ...]]:
-    """Return the allowed values of each option of a Literal type."""
-    hints = get_type_hints(options)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def require(condition: bool, message: str) -> None:
