@@ -64,6 +64,11 @@ def self_supervised(model: SequenceModel, phase: str) -> TypeGuard[SelfSupervise
 class Transferable(SelfSupervised, DescribedItems):
     """Pre-trains on the datasets in `sources` instead of its own, which it can serve without further training."""
 
+    @classmethod
+    def pretrains(cls, options: Any) -> bool:
+        """Return whether a model with `options` has a pre-training."""
+        return True
+
     def serve(self, catalogue: Catalogue) -> None:
         """Replace the catalogue of pre-training by that of the dataset."""
         raise NotImplementedError

@@ -97,6 +97,11 @@ class Recformer(ReadsTokens):
     pretraining = "contrastive"
     vectors: Tensor  # (V, D): unit vectors of the items
 
+    @classmethod
+    def pretrains(cls, options: RecformerOptions) -> bool:
+        """See `Transferable.pretrains`; a text encoder that is fine-tuned with item ids is not pre-trained."""
+        return options.encoder == "text" or not options.refresh
+
     def __new__(cls, *given: Any) -> Recformer:
         """Return a model of the class that `options.encoder` chooses, unless a class has been chosen."""
         if cls is Recformer:

@@ -325,7 +325,7 @@ def fit(
     config.parse(FinetuneConfig, finetune or {}, "finetune")
     place, keep = _working(folder)
     params = data.params if seed is None else data.params.with_overrides({"seed": seed})
-    content = params.as_dict() | {"models": {}, "leaderboard": []}
+    content = params.as_dict() | {"models": {}, "leaderboard": [], "tune": {}}  # which names models
     request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
     request |= {"split": data.card["split_sha256"]}
     with _held(place):

@@ -15,6 +15,7 @@ import yaml
 from support import ROOT, figures, synthetic_rows
 
 import seqrec
+from seqrec import config
 from seqrec.__main__ import main
 from seqrec.models import REGISTRY
 from seqrec.models.gru4rec import GRU4Rec
@@ -55,6 +56,15 @@ def test_figures_are_those_of_the_pipeline(data, model, tmp_path):
     assert figures(model.evaluate().metrics) == ran
     assert figures(same.evaluate().metrics) == ran
     assert figures(model.evaluate(data).metrics) == ran
+
+
+def test_a_model_that_the_settings_search_is_trained_by_itself(data, tmp_path):
+    spaces = {name: {"options.dropout": {"low": 0.1, "high": 0.3}} for name in ("sasrec", "gru4rec")}
+    settings = data.params.as_dict() | {"models": {"sasrec": {}, "gru4rec": {}}, "tune": {"spaces": spaces}}
+    searched = seqrec.Dataset(data.folder, config.from_dict(settings))
+
+    assert seqrec.fit(searched, "sasrec", options=OPTIONS, finetune=FINETUNE, folder=tmp_path).name == "sasrec"
+    assert seqrec.fit(searched, "fpmc", finetune=FINETUNE).name == "fpmc"
 
 
 def test_a_sample_of_the_cases_can_be_ranked(data):

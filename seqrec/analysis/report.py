@@ -36,7 +36,8 @@ GLOSSARY = {
     "rank": "The place of the next item among all candidates. Items with equal scores share the middle of their "
     "places, so that two items with equal scores on the places 30 and 31 both have rank 30.5.",
     "coverage@10": "The share of the catalogue that is recommended to at least one user.",
-    "validation, test": "The last two events of a history. Validation chooses the model; test is only reported.",
+    "validation, test": "Events that no model is trained on: the last ones of a history, or those after a date. "
+    "Validation chooses the model; test is only reported.",
     "head, tail, cold": "Cases whose next item is in the most popular fifth of the catalogue, by events of training; "
     "outside that fifth; or without an event of training.",
     "interval": "The range that holds 95 % of the means when users are resampled.",

@@ -36,8 +36,11 @@ from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
 from seqrec.evaluation.leaderboard import SELECTION
 from seqrec.evaluation.metrics import FloatArray
+from seqrec.models import REGISTRY
+from seqrec.models.baselines import Constant
 from seqrec.pipeline import BASELINES
 from seqrec.stages.evaluate import evaluate
+from seqrec.training.resume import fingerprint
 
 logger = logging.getLogger(__name__)
 ALONE = "alone"  # folder of the reports of models without their count term
@@ -75,7 +78,7 @@ def benchmark(
         data: folder with `sequences/` already prepared.
         seeds: seeds of initialisation, order and dropout, separated by commas.
         only: models to train, separated by commas; default: all. The page shows every model that is finished with
-            the settings of `config_file`.
+            the settings of `config_file` and the present code.
         base: model or baseline that the others are compared with; default: the best baseline on validation.
 
     Returns:
@@ -138,7 +141,9 @@ def is_finished(report: Path, params: Params, model: str, folder: Path, seed: in
 def _count_settings(params: Params, folder: Path) -> dict[str, Any]:
     """Return what the figures of the baselines depend on."""
     split = read_json(folder / SPLIT_CARD)["split_sha256"]
-    return {"split": split, "filter_seen": params.filters_seen(), "evaluate": asdict(params.section("evaluate"))}
+    code = fingerprint("seqrec.stages.baselines", Constant.__module__, "")
+    config = asdict(params.section("evaluate"))
+    return {"split": split, "code": code, "filter_seen": params.filters_seen(), "evaluate": config}
 
 
 def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
@@ -146,7 +151,10 @@ def _model_settings(params: Params, model: str, folder: Path) -> dict[str, Any]:
     sections = {name: asdict(params.section(name, model=model)) for name in ("pretrain", "finetune")}
     read = inputs_of(folder, params.sources)
     sections["read"] = {str(path.relative_to(folder.parent)): sha256(path) for path in read}
-    return _count_settings(params, folder) | sections | {"model": asdict(params.model(model))}
+    architecture = params.model(model)
+    module = REGISTRY.module(architecture.architecture)
+    code = [fingerprint(f"seqrec.stages.{stage}", module, "") for stage in ("pretrain", "finetune", "evaluate")]
+    return _count_settings(params, folder) | sections | {"model": asdict(architecture), "code": code}
 
 
 def _count_rows(params: Params, folder: Path, out: Path) -> None:
@@ -179,14 +187,17 @@ def _train(params: Params, model: str, folder: Path, out: Path) -> None:
 
 def write_page(params: Params, folder: Path, out: Path, base: str = "") -> dict[str, float]:
     """Write the page of the models that are finished with these settings; return the mean test NDCG@10 of each row."""
-    reports = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
-    if reports and not base:
-        base = max(reports, key=lambda name: _mean(reports[name], SELECTION))
+    counts = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
+    reports = dict(counts)
     seeds = sorted(int(path.name.removeprefix("seed-")) for path in out.glob("seed-*[0-9]"))
     for model in params.leaderboard:
         of_seed = {seed: out / f"seed-{seed}/reports" / model for seed in seeds}
         found = [report for seed, report in of_seed.items() if is_finished(report, params, model, folder, seed)]
         reports |= {model: found} if found else {}
+    if base and base not in reports:
+        logger.warning("--base: %s is not finished with these settings and this code; a baseline takes its place", base)
+    if counts and base not in reports:
+        base = max(counts, key=lambda name: _mean(counts[name], SELECTION))
     rows = [_row(name, paths) for name, paths in reports.items()]
     if base in reports:
         user, others = ndcg_of_cases(reports[base])[0], [row for row in rows if row["model"] != base]
@@ -292,6 +303,7 @@ def page(content: dict[str, Any], rows: Sequence[Row]) -> str:
         "users and other seeds. P-values come from sign flips over users, "
         f"corrected for {sum(row['p_value'] is not None for row in rows)} comparisons. No settings were "
         "searched."
+        + ("" if content["base"] in (*BASELINES, "") else " A gain covers the seeds that both models have.")
         + (" Test cases are ranked after a refit that also trains on the validation events." if refitted else ""),
         "",
         f"Commit `{content['commit'][:7] or 'unknown'}` · split `{content['split_sha256'][:12]}`",

@@ -32,7 +32,8 @@ def accept_reference(
         version: for Kubeflow, in place of --data: version of the registered model whose training data is accepted.
 
     Raises:
-        ConfigError: neither or both of --data and --version are given, or there is no such version.
+        ConfigError: neither or both of --data and --version are given, there is no such version, or `data` holds
+            another dataset.
         ValueError: there are no interactions.
         TrackingError: the tracking server does not answer.
     """
@@ -46,6 +47,9 @@ def accept_reference(
     events = log_counts.read_events(data / artifacts.INTERACTIONS)
     if events.is_empty():
         raise ValueError(f"{data / artifacts.INTERACTIONS} has no rows, so {dataset} gets no reference statistics")
+    split = data / "sequences" / artifacts.SPLIT_CARD
+    if split.is_file() and (held := artifacts.read_json(split)["dataset"]) != dataset:
+        raise ConfigError(f"--dataset: {data} holds {held}, not {dataset}: add --dataset {held}")
     entries = read_reference(reference)
     entries[dataset] = {column: histogram(log_counts.events_per(events, column)) for column in COUNTED}
     artifacts.write_json(reference, dict(sorted(entries.items())))

@@ -130,7 +130,7 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
     params = load(run / SETTINGS)
     folder = data or run / "data"
     figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
-    outcome = "the new champion" if figures["promoted"] else "a candidate: the champion stays"
+    outcome = "the champion" if figures["promoted"] else "a candidate: the champion stays"
     logger.info("%s is in MLflow; its best model is %s", run, outcome)
     logger.info("`python -m seqrec ui --params %s` shows it", shlex.quote(str(run / SETTINGS)))
     return figures

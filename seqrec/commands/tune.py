@@ -27,12 +27,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from seqrec.artifacts import SPLIT_CARD, DamagedError, inputs_of, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
-from seqrec.locks import locked
+from seqrec.data.download import DownloadError
+from seqrec.locks import LockedError, locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import STAGES
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
+from seqrec.tracking.runs import TrackingError
 from seqrec.training.progress import LogEpoch
 from seqrec.training.resume import fingerprint
 from seqrec.training.validation import METRIC
@@ -151,8 +153,8 @@ def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path
         "tune": {},
     }
     card = read_json(sequences / SPLIT_CARD)
-    if card["dataset"] != dataset:
-        logger.warning("%s holds dataset %s, but the settings are for %s", sequences, card["dataset"], dataset)
+    if (held := card["dataset"]) != dataset:
+        raise ConfigError(f"--dataset: {sequences} holds {held}, not {dataset}: add --dataset {held}")
     search = Search(model=model, content=content, space=space, config=config, split=card["split_sha256"])
     search.check()
     return search
@@ -246,7 +248,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
         value, outcome = _train(search, trial.params, sequences, work, folder, log), TrialState.COMPLETE
     except optuna.TrialPruned:
         pass
-    except DamagedError:
+    except (DamagedError, DownloadError, LockedError, TrackingError):  # none of the values; the trial continues later
         raise
     except (ValueError, FloatingPointError, MemoryError, RuntimeError) as error:  # a diverging loss, too large batches
         logger.warning("trial %d has no result: %s", trial.number, error)

@@ -190,7 +190,7 @@ def register(
         if outcome["promoted"]:
             gain = board["verdict"]["gain"]
             if gain and gain["low"] <= 0:
-                logger.warning("caution about the new champion: %s", board["verdict"]["sentence"])
+                logger.warning("caution about the champion: %s", board["verdict"]["sentence"])
         _finish_parent(tracker, parent, entries, params, reports, board, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}

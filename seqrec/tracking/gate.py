@@ -65,7 +65,10 @@ def promote(
         champion = registry.find_champion(client, version.name)
         evaluated = registry.find_evaluated(client, version.name)
         if evaluated is not None and registry.is_same(evaluated, version):
-            return _recorded(evaluated)
+            recorded = _recorded(evaluated)
+            if champion is None or registry.is_same(champion, evaluated):
+                return recorded
+            return recorded._replace(reason=f"version {champion.version}, its refit, is served; {recorded.reason}")
         decision = _decide(client, version, champion, cases, sequences, config)
         tags = {
             registry.PROMOTED_TAG: str(decision.promoted).lower(),

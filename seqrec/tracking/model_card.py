@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from seqrec.config import parse
-from seqrec.models import architecture_of
+from seqrec.config import CountsConfig, parse
+from seqrec.models import UNTRAINED, architecture_of
 from seqrec.models.base import SequenceModel
 
 TABLE = {  # metric -> what it is
@@ -64,13 +65,18 @@ def model_card(
     sizes, sha256 = card["catalogue"], split["input_sha256"]
     origin = " ".join(str(source[key]) for key in ("source", "category") if source.get(key))
     origin += f" <{source['homepage']}>" if source.get("homepage") else ""  # or a page takes the colon for its end
-    settings = {**card["options"], **card["config"]}
+    untrained, counted = card["architecture"] in UNTRAINED, _chosen(card)
+    settings = {} if untrained else {**card["options"], **card["config"]}
+    settings |= {f"counts.{name}": value for name, value in counted.items()}
+    read = f"{card['options']['length']} events of a history"
+    kept = [f"sees the last {read}{_needs(kind, card['options'])}"] if not untrained else []
+    if counted:
+        kept.append(f"its counts read the last {_events(counted)} events")
     torch = card.get("versions", {}).get("torch", "unknown")
     parts = [
         f"# {card['model']} on {split['dataset']}",
         f"Ranks the items of one catalogue by how likely a user is to want them next. {about}",
-        f"- architecture `{card['architecture']}`, {card['parameters']:,} parameters; sees the last "
-        f"{card['options']['length']} events of a history{_needs(kind, card['options'])}\n"
+        f"- architecture `{card['architecture']}`, {'; '.join([_size(card), *kept])}\n"
         f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",
         "## Data",
         f"- {origin}: {_counted(counts)} after the filters\n"
@@ -85,13 +91,29 @@ def model_card(
         + (REFIT_NOTE if metrics.get("refit") else ""),
         _table(metrics),
         "## Settings",
-        ", ".join(f"`{key}: {value}`" for key, value in settings.items() if value not in ("", [], ())),
+        ", ".join(f"`{key}: {value}`" for key, value in settings.items() if value not in ("", [], ())) or "none",
         "## Identity",
         f"- weights `{card['weights_sha256']}`\n- training `{card['fingerprint']}`, torch {torch}",
         "## Use and limits",
         _limits(split, sizes["num_items"]),
     ]
     return "\n\n".join(parts)
+
+
+def _chosen(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the count term, as given or chosen on validation."""
+    known = {field.name for field in fields(CountsConfig)}
+    return {name: value for name, value in (card.get("counts") or {}).items() if name in known}
+
+
+def _events(counts: Mapping[str, Any]) -> int:
+    more = counts["ease_events"] if counts["ease"] or counts["repeats"] else 0
+    return max(int(counts["events"]), int(more))
+
+
+def _size(card: Mapping[str, Any]) -> str:
+    pairs = (card.get("counts") or {}).get("pairs", 0)
+    return f"{card['parameters']:,} parameters" + (f" and {pairs:,} counted pairs" if pairs else "")
 
 
 def _summary(kind: type[SequenceModel]) -> str:
@@ -131,6 +153,6 @@ def _limits(split: Mapping[str, Any], items: int) -> str:
         f"It ranks these {items:,} items; a history without a known item gets the most popular ones. It repeats what "
         "the users of this log did, and favours popular items: see the rare items and the coverage in the table.",
     ]
-    if split["protocol"].startswith("LOO"):
-        lines.append("Under leave-one-out, training sees later events of other users: expect lower accuracy online.")
+    if split["protocol"] != "temporal":
+        lines.append("Not split by time: training sees later events of other users; expect lower accuracy online.")
     return "\n".join(f"- {line}" for line in lines)

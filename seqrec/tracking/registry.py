@@ -295,8 +295,9 @@ def register_refit(
         log_graph(client, model, export)
     tags = {key: value for key, value in evaluated.tags.items() if key not in OWN_TAGS}
     tags |= {REFIT_TAG: str(evaluated.version), REASON_TAG: reason}
+    epochs = f"epochs {card[REFIT]['epochs']}, " if card[REFIT]["epochs"] else ""
     notice = (
-        f"**A {reason}, test events included: epochs {card[REFIT]['epochs']}, weights `{card['weights_sha256']}`. The "
+        f"**A {reason}, test events included: {epochs}weights `{card['weights_sha256']}`. The "
         f"text below describes version {evaluated.version}; these weights cannot be measured on that split.**\n\n"
     )
     version = create_version(client, name, model, tags, notice + (evaluated.description or ""))

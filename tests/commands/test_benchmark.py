@@ -15,6 +15,7 @@ from support import synthetic_rows, write_log
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_table
 from seqrec.commands import benchmark as bench
 from seqrec.config import ConfigError, from_dict
+from seqrec.pipeline import BASELINES
 from seqrec.stages import baselines
 from seqrec.stages.evaluate import evaluate
 
@@ -102,6 +103,18 @@ def test_another_model_may_be_the_base_and_is_compared_seed_by_seed(out, prepare
     assert baseline == pytest.approx([-mean, -high, -low])  # other seeds of the base count as well
 
 
+def test_a_base_that_is_not_finished_is_named_and_a_baseline_takes_its_place(out, prepared, tmp_path, caplog):
+    shutil.copytree(out, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/seed-1/reports/gru4rec")
+    shutil.rmtree(tmp_path / "out/seed-2/reports/gru4rec")
+
+    bench.write_page(from_dict(CONFIG), prepared, tmp_path / "out", "gru4rec")
+
+    assert "--base: gru4rec is not finished with these settings and this code" in caplog.text
+    assert read_json(tmp_path / "out/benchmark.json")["base"] in BASELINES
+    assert rows_of(tmp_path / "out")["sasrec"]["gain"] is not None
+
+
 def test_models_are_also_measured_without_their_counts(out, prepared, tmp_path):
     checkpoint, config = out / "seed-1/artifacts/sasrec/finetuned", bench.load(out.parent / "config.yaml")
     shared = {"model": "sasrec", "sequences": prepared, "checkpoint": checkpoint, "config": config.section("evaluate")}
@@ -137,7 +150,7 @@ def test_only_what_is_missing_or_changed_is_trained(out, prepared):
     assert {path.split("/")[1:3] == ["artifacts", "gru4rec"] for path in after.keys() - before.keys()} == {True}
 
 
-def test_figures_of_other_data_or_settings_are_not_shown(out, prepared, tmp_path):
+def test_figures_of_other_data_settings_or_code_are_not_shown(out, prepared, tmp_path, monkeypatch):
     shutil.copytree(out, tmp_path / "out")
     data, params = shutil.copytree(prepared.parent, tmp_path / "data"), from_dict(CONFIG)
     shutil.copytree(prepared.parent, data / "sources/other")
@@ -151,6 +164,10 @@ def test_figures_of_other_data_or_settings_are_not_shown(out, prepared, tmp_path
     assert shown(params.with_overrides({"sources": ["other"]})) == []
     items = pq.read_table(data / ITEMS)
     write_table(data / ITEMS, items.set_column(1, "title", items["item_id"]))
+    assert shown(params) == []
+    write_table(data / ITEMS, items)
+    assert shown(params) == CONFIG["leaderboard"]
+    monkeypatch.setattr(bench, "fingerprint", lambda module, model, *_: f"edited {module} with {model}")
     assert shown(params) == []
 
 

@@ -18,6 +18,7 @@ from seqrec.commands import tune as module
 from seqrec.commands.tune import tune
 from seqrec.config import ConfigError, from_dict, load
 from seqrec.data import sequences
+from seqrec.data.download import DownloadError
 from seqrec.locks import LockedError, locked
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
@@ -235,6 +236,31 @@ def test_the_test_part_decides_nothing(prepared, whole, tmp_path):
     search(tmp_path / "other", tmp_path, changed(tune__trials=3))
 
     assert rows(tmp_path) == rows(whole)[:3]
+
+
+def test_a_failed_download_costs_no_trial(prepared, whole, tmp_path, monkeypatch):
+    def refused(**_):
+        raise DownloadError("the index does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "pretrain", refused)
+        with pytest.raises(DownloadError, match="the index does not answer"):
+            search(prepared, tmp_path)
+    search(prepared, tmp_path)
+
+    assert rows(tmp_path) == rows(whole)
+
+
+def test_a_folder_of_another_dataset_is_refused(prepared, tmp_path):
+    with pytest.raises(ConfigError, match=r"--dataset: .* holds synthetic, not other: add --dataset synthetic"):
+        tune(
+            model="sasrec",
+            dataset="other",
+            params=changed(datasets={"other": {}, "synthetic": {}}),
+            sequences=prepared,
+            output=tmp_path / "best.yaml",
+            study=tmp_path / "study.db",
+        )
 
 
 def test_settings_that_do_not_go_together_fail_a_trial_and_the_search_goes_on(prepared, tmp_path, caplog):

@@ -533,6 +533,16 @@ def test_histories_of_items_learn_from_the_sources_and_serve_the_target(target, 
     assert len(vectors(tmp_path / "initial")[1]) == 41
 
 
+@pytest.mark.parametrize("changes", [{"options": ITEMS | {"refresh": True}}, {"epochs": 0}], ids=["refresh", "epochs"])
+def test_without_pre_training_sources_are_not_read(target, source, tmp_path, caplog, changes):
+    run_pretrain(target, tmp_path / "with", sources=[source], **changes)
+    run_pretrain(target, tmp_path / "without", **changes)
+
+    assert "models.recformer: `sources` are not read" in caplog.text
+    ours, alone = ((tmp_path / name / "initial" / artifacts.TOKENIZER).read_bytes() for name in ("with", "without"))
+    assert ours == alone  # it knows the words of the dataset itself
+
+
 def test_a_pre_trained_model_starts_on_another_dataset(target, source, tmp_path):
     run_pretrain(source, tmp_path / "first")
     start = str(tmp_path / "first" / "initial")

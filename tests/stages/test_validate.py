@@ -201,6 +201,15 @@ def test_accepting_keeps_the_other_datasets(tmp_path):
     ]
 
 
+def test_a_folder_of_another_dataset_cannot_be_a_baseline(tmp_path):
+    write(tmp_path, log())
+    artifacts.write_json(tmp_path / "sequences" / artifacts.SPLIT_CARD, {"dataset": "mine"})
+
+    with pytest.raises(ConfigError, match=r"--dataset: .* holds mine, not tiny: add --dataset mine"):
+        accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
+    assert not (tmp_path / "reference.json").exists()
+
+
 def test_an_empty_log_cannot_be_a_baseline(tmp_path):
     write(tmp_path, [])
 

@@ -1,6 +1,9 @@
+from dataclasses import asdict
+
 from support import make_model
 
 from seqrec.artifacts import read_json
+from seqrec.config import CountsConfig
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.registry import LONGEST
 from seqrec.training.checkpoint import save_model
@@ -53,11 +56,11 @@ def test_a_card_says_what_it_is_its_data_licence_split_metrics_settings_and_hash
         "a" * 64,
         "b" * 64,
         "Do not use it for decisions about people",
-        "Under leave-one-out",
+        "Not split by time",
     ):
         assert fact in text
     assert "rare one" not in text  # nothing was measured there
-    assert "Leave-one-out" not in model_card(card, METRICS, SPLIT | {"protocol": "temporal"}, SOURCE)
+    assert "Not split by time" not in model_card(card, METRICS, SPLIT | {"protocol": "temporal"}, SOURCE)
     assert "licence: not stated" in model_card(card, METRICS, SPLIT, {"source": "x"})
 
 
@@ -77,3 +80,20 @@ def test_every_architectures_card_fits_into_the_registry(tmp_path, architecture)
     assert len(text) < LONGEST
     assert text.endswith("expect lower accuracy online.")
     assert f"architecture `{architecture[0]}`" in text
+
+
+def test_a_card_shows_the_counts_and_a_baseline_has_nothing_else(tmp_path):
+    chosen = {**asdict(CountsConfig(alpha=0.5, events=30, ease=2.0)), "folds": [], "pairs": 4321, "sha256": "c" * 64}
+    trained = written(tmp_path, "sasrec")
+    baseline = trained | {"architecture": "constant", "parameters": 0, "options": {"length": 10}}
+
+    for card in (trained, baseline):
+        text = model_card(card | {"counts": chosen}, METRICS, SPLIT, SOURCE)
+        assert "parameters and 4,321 counted pairs" in text
+        assert "its counts read the last 200 events\n" in text  # as many as EASE does
+        assert "`counts.alpha: 0.5`" in text
+        assert "folds" not in text
+        assert ("`length:" in text) == ("sees the last" in text) == (card is trained)
+    text = model_card(baseline, METRICS, SPLIT, SOURCE)  # popularity, which has no counts
+    assert "`constant`, 0 parameters\n" in text
+    assert "## Settings\n\nnone\n" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from functools import partial
 
 import pytest
 import torch
@@ -296,6 +297,16 @@ def test_another_kind_of_model_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="a roberta checkpoint"):
         pretrained.load_weights(build(), str(tmp_path))
+
+
+def test_a_start_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"options\.start: there is no folder /no/such"):
+        pretrained.locate("/no/such", tmp_path)
+    (tmp_path / "config.json").write_text('{"architecture": "gru4rec"}')  # a model of this project
+    tokens = build().catalogue.tokens
+    for load in (pretrained.load_tokenizer, partial(pretrained.text_vectors, tokens), loaded):
+        with pytest.raises(ConfigError, match=rf"options\.start: {tmp_path} cannot be loaded: \w"):
+            load(str(tmp_path))
 
 
 def test_a_tokeniser_neither_cuts_nor_pads(bert):

@@ -248,7 +248,7 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
 
     evaluated = client.get_model_version("seqrec-toy", "1")
     again = gate.promote(client, evaluated, cases(2.0), tmp_path, config)
-    assert again == gate.Decision(True, "there was no champion before", None)
+    assert again == gate.Decision(True, "version 2, its refit, is served; there was no champion before", None)
     assert int(registry.find_champion(client, "seqrec-toy").version) == 2
     changed(tmp_path / "artifacts" / "sasrec" / "finetuned", tmp_path / "other")
     better = register(client, config, tmp_path / "other", prepared, 1.0)
