@@ -50,7 +50,11 @@ def events(
     chosen = _kinds(kinds)
     if not store_url(store):
         raise ConfigError(f"name the store with --store or {VARIABLE}")
-    opened = Store(store_url(store))
+    url = store_url(store)
+    file = Path(url.removeprefix("sqlite:///").partition("?")[0])
+    if action != "import" and url.startswith("sqlite:///") and not file.is_file():
+        raise ConfigError(f"--store: there is no file {file}")
+    opened = Store(url)
     if action == "compare":
         return _compare(opened, [version.strip() for version in versions.split(",")])
     if action == "import":
@@ -81,9 +85,7 @@ def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
     found = show_clicks(store, *versions)
     for rate in (found.champion, found.candidate):
         if not rate.answers:
-            raise ValueError(
-                f"--versions: while both versions were served, no user was shown a list of version {rate.version}"
-            )
+            raise ValueError(f"since both versions have answered, no user was shown a list of version {rate.version}")
     return {"difference": found.difference, "low": found.low, "high": found.high}
 
 

@@ -61,8 +61,10 @@ def _act(
     try:
         model = client.get_registered_model(name)
     except MlflowException as error:
+        known = ", ".join(models.datasets(config))
+        known = f" (models are registered of {known}, see --dataset)" if known else ""
         raise ConfigError(
-            f"{name} is not registered: run `make repro` first, or `seqrec import --run OUT` after another run"
+            f"{name} is not registered{known}: run `make repro` first, or `seqrec import --run OUT` after another run"
         ) from error
     if action == "show":
         _show(client, model)

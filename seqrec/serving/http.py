@@ -14,7 +14,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,9 @@ from seqrec.serving.service import Load, Service
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
+STORED = ("/events", "/trending", "/users/{user:path}")  # routes that need a store
 API_LINK = ' · <a href="/docs">API</a>'  # of the page
+LOCAL = ("127.0.0.1", "::1", "localhost")
 VALUES = 100  # of an attribute that the page offers
 
 
@@ -134,8 +136,12 @@ def app(
     _add_listing(api, service)
     if store is not None:
         _add_events(api, service, store)
+    else:
+        _add_missing(api, f"there is no store of events: start the service with --store or {VARIABLE}", STORED)
     if candidate is not None:
         _add_experiment(api, service)
+    else:
+        _add_missing(api, "there is no candidate: start the service with --candidate", ["/experiment"])
     _add_watching(api, service)
     if traces.wanted():
         traces.trace(api)
@@ -247,6 +253,14 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         return schemas.Forgotten(**await asyncio.to_thread(store.forget, user))
 
 
+def _add_missing(api: FastAPI, reason: str, paths: Iterable[str]) -> None:
+    async def missing() -> None:
+        raise HTTPException(404, reason)
+
+    for path in paths:
+        api.add_api_route(path, missing, methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
+
+
 def _add_experiment(api: FastAPI, service: Service) -> None:
     @api.get("/experiment", responses={404: {"description": "there is no store"}})
     async def experiment() -> schemas.Experiment:
@@ -310,6 +324,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit that removes temporary folders
     url = store_url(options.store)
     require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
+    if not options.keys and options.host not in LOCAL:
+        logger.warning("whoever reaches %s may use the service: set --keys, see `seqrec keys`", options.host)
     with bound(options.host, options.port) as listener:
         load, version = _served(dataset, config, options)
         candidate = _candidate(config, options, version()) if options.candidate else None

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from seqrec import redaction
@@ -67,12 +68,20 @@ class RequestLog:
             fields = {
                 "request_id": name,
                 "method": scope["method"],
-                "route": getattr(scope.get("route"), "path", ""),
+                "route": _route(scope),
                 "status": status,
                 "milliseconds": round(1000 * (time.perf_counter() - began), 2),
                 "version": scope.get("state", {}).get("version", ""),
             }
             logger.info("request", extra={"fields": fields})
+
+
+def _route(scope: Scope) -> str:
+    """Return the path of the route of a request, also of one that was refused before it came there; empty: none."""
+    route = scope.get("route")
+    if route is None and "app" in scope:
+        route = next((one for one in scope["app"].routes if one.matches(scope)[0] == Match.FULL), None)
+    return getattr(route, "path", "")
 
 
 def write_json() -> None:

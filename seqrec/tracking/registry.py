@@ -409,9 +409,11 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         except (MlflowException, OSError) as error:
             server = redacted(tracking_uri(config))
             if "not found" in str(error):
+                known = ", ".join(datasets(config))
+                known = f"models are registered of {known}, see --dataset" if known else "no model is registered"
                 raise TrackingError(
-                    f"{uri} is not in {server}: `make repro` registers models, and `seqrec registry show` lists their "
-                    "versions; a folder such as artifacts/sasrec/finetuned can be named as well"
+                    f"{uri} is not in {server}: {known}; `make repro` registers models, and `seqrec registry show` "
+                    "lists their versions; a folder such as artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(
                 f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"

@@ -257,7 +257,10 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
 def test_without_a_store_a_user_alone_is_refused(recommender):
     with service(recommender) as address:
         answer = requests.post(f"{address}/recommend", json={"user": "u1"}, timeout=10)
-        assert requests.post(f"{address}/events", json={"events": []}, timeout=10).status_code == 404
+        answers = [requests.post(f"{address}/events", json={"events": []}, timeout=10)]
+        answers += [requests.get(f"{address}/{path}", timeout=10) for path in ("trending", "users/an/na", "experiment")]
+        assert [answer.status_code for answer in answers] == [404] * 4
+        assert all("start the service with --" in answer.json()["detail"] for answer in answers)
     assert answer.status_code == 422
     assert "--store" in answer.json()["detail"][0]["msg"]
 
@@ -277,6 +280,9 @@ def test_a_store_that_fails_is_a_503_and_given_histories_are_answered(recommende
 
 
 def test_the_command_names_what_is_wrong(tmp_path, caplog):
+    assert main(["events", "dump", "--store", f"sqlite:///{tmp_path}/mistyped.db"]) == 1
+    assert "mistyped.db" in caplog.text.partition("--store: there is no file")[2]
+    assert not [*tmp_path.iterdir()]
     assert main(["events", "dump"]) == 1
     assert "--store or SEQREC_STORE" in caplog.text
     store = Store(f"sqlite:///{tmp_path}/events.db")

@@ -73,7 +73,7 @@ def test_a_request_is_a_line_of_json_and_a_span_without_history_user_and_key(rec
         ("GET", "/items", 200, ""),
         ("GET", "/", 200, ""),
         ("DELETE", "/users/{user:path}", 200, ""),
-        ("POST", "", 401, ""),
+        ("POST", "/recommend", 401, ""),
         ("GET", "", 404, ""),
         ("GET", "/popular", 200, ""),
         ("GET", "/health", 200, ""),
