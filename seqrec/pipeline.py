@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the list of commands follows the table, and is printed at o
     from seqrec.config import Params
 
 Each = Literal["run", "dataset", "model"]
+Settings = Callable[["Params", str], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,10 @@ class Stage:
     summary: str  # what `seqrec --help` says of its command
     each: Each  # how often it runs: once, for every dataset, or for every model of the leaderboard
     paths: Mapping[str, str]  # arguments of the function that are paths of the run
-    takes: tuple[str, ...]  # arguments of the function that come from params.yaml, see `settings`
+    settings: Settings  # arguments of the function that come from params.yaml, for a dataset or a model
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     project: Mapping[str, str] = field(default_factory=dict)  # arguments that are files of the project
-    section: str = ""  # of params.yaml, if it is not named as the stage
     metrics: str = ""  # file of the figures that the function returns
 
     def __call__(
@@ -69,21 +69,6 @@ class Stage:
         found: Callable[..., dict[str, float]] = pkgutil.resolve_name(f"seqrec.stages.{self.name}:{self.name}")
         return found
 
-    def settings(self, params: Params, item: str) -> dict[str, Any]:
-        """Return the arguments of the function that come from params.yaml, for `item`, a dataset or a model."""
-        values = {
-            self.each: item,
-            "config": params.section(self.section or self.name, **({self.each: item} if item else {})),
-            "architecture": params.model(item) if self.each == "model" else None,
-            "sources": params.sources,
-            "filter_seen": params.filters_seen(),
-            "refit": params.section("evaluate").refit,
-            "experiment": params.section("register").experiment,
-            "leaderboard": params.leaderboard,
-            "params": params.as_dict(),
-        }
-        return {name: values[name] for name in self.takes}
-
     def taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what of `given` is an argument of the function."""
         return {name: given[name] for name in inspect.signature(self.function).parameters if name in given}
@@ -110,6 +95,29 @@ class Stage:
         return f"{self.names(params, item)['source']}{self.name}"
 
 
+def _of_dataset(stage: str) -> Settings:
+    return lambda params, dataset: {"dataset": dataset, "config": params.section(stage, dataset=dataset)}
+
+
+def _of_pretrain(params: Params, model: str) -> dict[str, Any]:
+    shared = {"architecture": params.model(model), "sources": params.sources}
+    return shared | _of_training("pretrain", params, model)
+
+
+def _of_training(stage: str, params: Params, model: str) -> dict[str, Any]:
+    config = params.section(stage, model=model)
+    shared = {"filter_seen": params.filters_seen()}
+    return {"model": model, "config": config, "experiment": params.section("register").experiment} | shared
+
+
+def _of_finetune(params: Params, model: str) -> dict[str, Any]:
+    return _of_training("finetune", params, model) | {"refit": params.section("evaluate").refit}
+
+
+def _of_evaluate(params: Params, model: str) -> dict[str, Any]:
+    return {"model": model, "filter_seen": params.filters_seen(), "config": params.section("evaluate")}
+
+
 SEQUENCES = "data/sequences/sequences.arrow"
 VOCABULARY = "data/sequences/vocabulary.parquet"
 USERS = "data/sequences/users.parquet"
@@ -124,7 +132,7 @@ STAGES = (
         summary="fetch a dataset and read it into the canonical tables",
         each="dataset",
         paths={"output": "data/{source}", "downloads": "state/downloads"},
-        takes=("dataset", "config"),
+        settings=_of_dataset("ingest"),
         reads=(),
         writes=("data/{source}raw", "data/{source}quarantine.parquet", *TABLES),
     ),
@@ -134,7 +142,7 @@ STAGES = (
         each="dataset",
         paths={"data": "data/{source}", "report": "reports/{source}validation.json"},
         project={"reference": "configs/reference.json"},
-        takes=("dataset", "config"),
+        settings=_of_dataset("validate"),
         reads=TABLES,
         writes=("reports/{source}validation.json", "reports/{source}validation.html"),
     ),
@@ -147,7 +155,7 @@ STAGES = (
             "validation": "reports/{source}validation.json",
             "sequences": "data/{source}sequences",
         },
-        takes=("dataset", "config"),
+        settings=_of_dataset("prepare"),
         reads=(*TABLES[:2], "reports/{source}validation.json"),
         metrics="data/sources/{figures}.json",  # so that data/sources exists without sources too
         writes=tuple(
@@ -159,8 +167,7 @@ STAGES = (
         summary="compute and evaluate the baselines: popularity, repeats, followers, EASE, PCTM, rules",
         each="run",
         paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
-        section="evaluate",
-        takes=("filter_seen", "config"),
+        settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},
         reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "data/items.parquet"),
         writes=tuple(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
     ),
@@ -174,7 +181,7 @@ STAGES = (
             "initial": "artifacts/{item}/initial",
             "state": "state",
         },
-        takes=("architecture", "sources", "model", "config", "experiment", "filter_seen"),
+        settings=_of_pretrain,
         reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "data/items.parquet", "data/sources"),
         writes=("artifacts/{item}/initial",),
     ),
@@ -188,7 +195,7 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "state": "state",
         },
-        takes=("model", "config", "experiment", "filter_seen", "refit"),
+        settings=_of_finetune,
         reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "artifacts/{item}/initial"),
         writes=("artifacts/{item}/finetuned",),
         metrics="reports/{item}/finetune.json",
@@ -202,7 +209,7 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "report": "reports/{item}",
         },
-        takes=("model", "filter_seen", "config"),
+        settings=_of_evaluate,
         reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "artifacts/{item}/finetuned"),
         writes=tuple(
             f"reports/{{item}}/{name}" for name in ("cases.parquet", "recommendations.parquet", "metrics.json")
@@ -214,7 +221,11 @@ STAGES = (
         summary="write the leaderboard, log to MLflow, choose the champion",
         each="run",
         paths={"artifacts": "artifacts", "reports": "reports", "sequences": "data/sequences", "data": "data"},
-        takes=("leaderboard", "params", "config"),
+        settings=lambda params, _: {
+            "leaderboard": params.leaderboard,
+            "params": params.as_dict(),
+            "config": params.section("register"),
+        },
         reads=(
             "reports/evaluated",
             *(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
