@@ -30,6 +30,7 @@ from seqrec.pipeline import BASELINES
 
 SPLITS = ("valid", "test")
 AT = 10
+WIDTH = 110  # columns that a table needs, however narrow the terminal
 VALUES: dict[str, Callable[[FloatArray], FloatArray]] = {
     f"ndcg@{AT}": lambda rank: metrics.ndcg(rank, AT),
     f"recall@{AT}": lambda rank: (rank <= AT).astype(float),
@@ -87,8 +88,9 @@ def compare(
             for other in finished[1:]
         },
     }
+    console = Console(width=max(Console().width, WIDTH))
     for name, gains in result["others"].items():
-        Console().print(_gain_table(result, name, gains))
+        console.print(_gain_table(result, name, gains))
     return result
 
 

@@ -116,7 +116,8 @@ def test_no_p_value_is_zero_and_no_difference_has_p_value_one():
     assert sign_flip_p_value(np.zeros(500), seed=0) == 1.0
 
 
-def test_several_others_and_the_command_line(tmp_path, capsys):
+def test_several_others_and_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
     ranks = {"one": ONE, "other": OTHER, "third": [1.0] * 4}
     names = [write_report(tmp_path / name, rank) for name, rank in ranks.items()]
 
@@ -129,6 +130,7 @@ def test_several_others_and_the_command_line(tmp_path, capsys):
     assert "test ndcg@10" in shown
     assert "length=51+ (1)" in shown
     assert "1/1/2" in shown
+    assert "…" not in shown
 
 
 def test_different_splits_are_refused_though_their_cases_are_the_same(tmp_path):
