@@ -111,14 +111,17 @@ def _on_hub(checkpoint: str) -> tuple[str, dict[str, str]]:
 
 @contextmanager
 def _loading(checkpoint: str) -> Iterator[None]:
-    """Name the setting in the errors of transformers."""
+    """Name the setting in the errors of transformers: ConfigError, or DownloadError for what it could not fetch."""
     try:
         yield
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
+        from seqrec.data.download import DownloadError
+
+        kind = DownloadError if isinstance(error, OSError) else ConfigError  # the hub may not answer
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"options.start: {checkpoint} cannot be loaded: {reason}") from error
+        raise kind(f"options.start: {checkpoint} cannot be loaded: {reason}") from error
 
 
 def load_tokenizer(checkpoint: str) -> Tokenizer:
