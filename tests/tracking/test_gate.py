@@ -153,7 +153,7 @@ REASONS = {
     "it was trained under prepare.protocol RATIO-full": lambda folder: write_card(
         folder, split=read_json(folder / MODEL_CARD)["split"] | {"protocol": "RATIO-full"}
     ),
-    "config.json: models.sasrec.options: heads: d_model 15": lambda folder: write_card(folder, options={"d_model": 15}),
+    "config.json: models.sasrec.options: heads: a width": lambda folder: write_card(folder, options={"d_model": 15}),
     "none of the items": forget_items,
 }
 
