@@ -146,9 +146,9 @@ def fit(
                     stopping.update(values)
                 position.records.append(record)
                 if main:
-                    report_epoch(stage, record, last)
                     if log is not None:
                         log(record, len(position.records))
+                    report_epoch(stage, record, last)
                 resume.save(state, position.total_steps, components, accelerator)
 
         model.train().eval()  # a resumed one is in eval mode already, and some models prepare for it
