@@ -44,13 +44,13 @@ def events(
         The number of events imported or dumped, or the difference of the rates with its interval.
 
     Raises:
-        ConfigError: a kind does not exist, or no store is named.
+        ConfigError: a kind does not exist, no store is named, or its file is missing.
         ValueError: the store has no such events, or no answers of a version.
     """
     chosen = _kinds(kinds)
-    if not store_url(store):
-        raise ConfigError(f"name the store with --store or {VARIABLE}")
     url = store_url(store)
+    if not url:
+        raise ConfigError(f"name the store with --store or {VARIABLE}")
     file = Path(url.removeprefix("sqlite:///").partition("?")[0])
     if action != "import" and url.startswith("sqlite:///") and not file.is_file():
         raise ConfigError(f"--store: there is no file {file}")

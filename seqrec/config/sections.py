@@ -31,8 +31,8 @@ EXPERIMENT = "seqrec"  # default name of the MLflow experiment
 EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 CPU = re.compile(r"\d+m?|\d*\.\d+")  # the quantities that Kubeflow Pipelines accepts
-TOLERATED = {"operator": ("Equal", "Exists"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
 BYTES = re.compile(r"\d+(?:[EPTGMK]i?)?")
+TOLERATED = {"operator": ("Equal", "Exists"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
     *sorted(BY_NAME),

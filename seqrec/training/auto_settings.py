@@ -145,7 +145,7 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     batch = values.setdefault("batch_size", batch_size(shape, of))
     steps = steps_an_epoch(shape, of, batch)
     kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
-    shuffles = values.get("resident", True) and not shape.ordered  # all events are in memory
+    shuffles = values.get("resident", True) and not shape.ordered  # which needs all events in memory
     order = values.setdefault("ties", "shuffle" if shuffles else "keep")
     scored = shape.items if kind == "ce" else negatives
     number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=order == "shuffle"))

@@ -128,7 +128,8 @@ def load_tokenizer(checkpoint: str) -> Tokenizer:
     """Return the tokeniser of `checkpoint`, without truncation or padding.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it has none that can be read.
+        DownloadError: it cannot be fetched.
     """
     from tokenizers import Tokenizer
 
@@ -150,6 +151,7 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
 
     Raises:
         ConfigError: the size or kind of the checkpoint does not fit; the message names the option.
+        DownloadError: it cannot be fetched.
     """
     assert isinstance(model, Recformer)
     card = Path(checkpoint) / MODEL_CARD
@@ -331,7 +333,8 @@ def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
         checkpoint: see `locate`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another kind.
+        ConfigError: the checkpoint is of another kind.
+        DownloadError: it cannot be fetched.
     """
     from transformers import AutoModel
 
