@@ -41,7 +41,7 @@ first: setup  ## train and register FLASH4Rec on MovieLens-100K in a few minutes
 	@python -m seqrec run --config-file configs/first.yaml --out runs/first --register
 
 repro: setup  ## run the whole pipeline and print the leaderboard; SET="finetune.epochs=3" for this run; JOBS=1 model at a time
-	@python -m seqrec repro $(if $(SET),--changes "$(SET)") $(if $(JOBS),--jobs $(JOBS))
+	@python -m seqrec repro $(if $(SET),--changes "$$SET") $(if $(JOBS),--jobs $(JOBS))
 	@python -m seqrec leaderboard --reports reports
 
 auto: setup  ## find the best model for DATA=my.csv within MINUTES=10; writes OUT=runs/auto; see docs/auto.md

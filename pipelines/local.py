@@ -8,10 +8,12 @@ import io
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from docker.errors import DockerException
 from kfp import local
 from kfp.components import load_component_from_file
 from kfp.local import docker_task_handler, subprocess_task_handler
@@ -59,10 +61,17 @@ def run_local(
     if "MLFLOW_TRACKING_URI" not in os.environ and uri == f"sqlite:///{DATABASE}":
         overrides.setdefault("register.tracking_uri", f"sqlite:///{out / DATABASE}")
     try:
-        with log.open("w", encoding="utf-8") as written, contextlib.redirect_stdout(_Steps(written, sys.stdout)):
+        with (
+            log.open("w", encoding="utf-8") as written,
+            contextlib.redirect_stdout(_Steps(written, sys.stdout)),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", module=r"kfp\.local")  # two for every step, on what a cluster has
             run_package(file, out, {**form, "overrides": overrides}, runner)
     except RuntimeError as error:
         raise RuntimeError(f"{error} See {log}") from error
+    except DockerException as error:
+        raise RuntimeError(f"--docker: Docker does not answer: {error}") from error
 
 
 class _Steps(io.StringIO):
@@ -101,7 +110,7 @@ def _warm(out: Path) -> Iterator[None]:
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         write_text(python, f'#!/bin/sh\n{settings} exec {shlex.quote(sys.executable)} -m seqrec.warm "$@"\n')
         python.chmod(0o700)
-        theirs, ours = subprocess_task_handler.environment, contextlib.nullcontext(str(python))
+        theirs, ours = subprocess_task_handler.environment, contextlib.nullcontext(shlex.quote(str(python)))
         subprocess_task_handler.environment = lambda **_: ours
         try:
             yield

@@ -24,9 +24,10 @@ from seqrec.artifacts import LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_jso
 from seqrec.commands import auto, run
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
-from seqrec.config import FinetuneConfig, Params
+from seqrec.config import FinetuneConfig, Params, PretrainConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
+from seqrec.models.optional import SelfSupervised, Transferable, TwoDomains
 from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
 from seqrec.training.auto_settings import Shape
@@ -288,21 +289,24 @@ def fit(
     *,
     minutes: float | None = None,
     options: Mapping[str, Any] | None = None,
+    pretrain: Mapping[str, Any] | None = None,
     finetune: Mapping[str, Any] | None = None,
     seed: int | None = None,
     folder: str | Path | None = None,
 ) -> Model:
     """Train a model, and evaluate it. A terminal or a notebook shows the progress.
 
-    Settings that neither `options` nor `finetune` names follow from the shape of the data, as in `seqrec auto`, unless
-    the data set was made with `from_params` and its settings describe the model.
+    Settings that none of `options`, `pretrain` and `finetune` names follow from the shape of the data, as in
+    `seqrec auto`, unless the data set was made with `from_params` and its settings describe the model.
 
     Args:
         data: the data set.
         model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the data set's settings, or a
             baseline: popularity, repeats, markov, ease, pctm or seqrules. A baseline has no settings.
-        minutes: budget, from which the number of epochs follows; there is always one.
+        minutes: budget, from which the number of epochs follows; there is always one. A model that is pre-trained
+            needs the number of those epochs in `pretrain`.
         options: options of the model, such as {"d_model": 64}.
+        pretrain: settings of the pre-training, where the model has one.
         finetune: settings of the training, such as {"epochs": 20}.
         seed: seed of weights and training; by default the one of the settings, 42.
         folder: folder that receives weights and reports; by default a temporary one, which lives as long as the model.
@@ -312,7 +316,7 @@ def fit(
         ValueError: a name or setting is wrong, or `folder` holds another training.
     """
     if model in BASELINES:
-        changed = {"minutes": minutes, "options": options, "finetune": finetune, "seed": seed}
+        changed = {"minutes": minutes, "options": options, "pretrain": pretrain, "finetune": finetune, "seed": seed}
         return _baseline(data, model, [name for name, value in changed.items() if value is not None], folder)
     described = model in data.params.models
     if not described and model not in REGISTRY:
@@ -322,30 +326,43 @@ def fit(
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes: must be above 0, not {minutes}")
+    config.parse(PretrainConfig, pretrain or {}, "pretrain")
     config.parse(FinetuneConfig, finetune or {}, "finetune")
     place, keep = _working(folder)
     params = data.params if seed is None else data.params.with_overrides({"seed": seed})
     content = params.as_dict() | {"models": {}, "leaderboard": [], "tune": {}}  # which names models
-    request = {"minutes": minutes, "model": model, "options": options, "finetune": finetune, "seed": content["seed"]}
-    request |= {"split": data.card["split_sha256"]}
+    request = {"minutes": minutes, "model": model, "options": options, "pretrain": pretrain, "finetune": finetune}
+    request |= {"seed": content["seed"], "split": data.card["split_sha256"]}
     with _held(place):
         auto.refuse_others(place, PLAN, auto.PLAN)
         plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
         plan.params = plan.params or content
+        plan.ease_items = 0 if minutes is None else auto.affordable_ease(minutes)
         shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
-        settings = partial(auto.model_settings, model, shape, options=options, finetune=finetune)
+        settings = partial(auto.model_settings, model, shape, options=options, pretrain=pretrain, finetune=finetune)
         if described:
             entry = dict(params.models[model])
-            given = {"options": dict(options or {}), "finetune": dict(finetune or {})}
+            given = {"options": options or {}, "pretrain": pretrain or {}, "finetune": finetune or {}}
             entry |= {name: {**entry[name], **values} for name, values in given.items()}
             plan.set_model(model, entry)
         else:
-            check(
-                config.from_dict(content | {"models": {model: settings(None)}, "leaderboard": [model]}), ingests=False
-            )
+            entry = settings(None)
+            check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
+            settled = config.parse(REGISTRY[model].Options, entry["options"], "options")
+            if not shape.described and {"text", "attributes"} & REGISTRY[model].needs_of(settled):
+                raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the data set")
+            if minutes is not None and "epochs" not in entry["pretrain"] and _is_pretrained(model, settled):
+                raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
         auto.train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
+
+
+def _is_pretrained(model: str, options: Any) -> bool:
+    known = REGISTRY[model]
+    if issubclass(known, Transferable):
+        return known.pretrains(options)
+    return issubclass(known, SelfSupervised | TwoDomains)
 
 
 def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Path | None) -> Model:

@@ -19,6 +19,7 @@ from seqrec import config
 from seqrec.__main__ import main
 from seqrec.models import REGISTRY
 from seqrec.models.gru4rec import GRU4Rec
+from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.progress import ProgressBar
 
 NAMES = ["Customer ID", "SKU", "bought_at", "product_name"]
@@ -30,6 +31,10 @@ CELL = type("Cell", (GRU4Rec,), {"__module__": "no_such_module"})  # as in a cel
 def frame(users=60):
     rows = [(user, item, 1_500_000_000 + time, f"Thing {item}") for user, item, time in synthetic_rows(users=users)]
     return pl.DataFrame(rows, schema=NAMES, orient="row")
+
+
+def without_titles():
+    return seqrec.Dataset.from_frame(frame().drop("product_name"))
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +189,15 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
         seqrec.fit(data, "sasrec", **(call | {"minutes": 2}))
 
 
+def test_a_budget_and_the_epochs_of_a_pre_training(data):
+    model = seqrec.fit(data, "s3rec", minutes=1e-4, pretrain={"epochs": 1})
+
+    for folder in ("initial", "finetuned"):
+        assert len(load_checkpoint(model.folder.with_name(folder)).epoch_records()) == 1
+    chosen = yaml.safe_load((model.folder.parents[2] / "params.yaml").read_text())["models"]["s3rec"]["finetune"]
+    assert chosen["ease_items"] == 310  # the cube root of .006 s times 5e9
+
+
 def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
     (tmp_path / "events.parquet").write_text("mine")
     message = r"folder=: .* holds other files, such as events\.parquet: name a new folder"
@@ -208,6 +222,13 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epochs": None}), r"finetune\.epochs"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave out one"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
+        (lambda data: seqrec.fit(data, "s3rec", minutes=1), "minutes: s3rec is pre-trained first: set pretrain="),
+        (lambda data: seqrec.fit(data, "recguru", minutes=1), "minutes: recguru is pre-trained first"),
+        (lambda data: seqrec.fit(data, "s3rec", pretrain={"epoch": 1}), r"pretrain\.epoch: unknown key.*epochs"),
+        (
+            lambda _: seqrec.fit(without_titles(), "recformer"),
+            "recformer reads the text of items; pass `items` or `title`",
+        ),
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id; name it with user="),

@@ -208,8 +208,8 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     shape = Shape.of(prepared, described=text)
     say_data(plan, prepared, out)
     if "counts" not in plan.done:
-        left, seconds = plan.left(), 60 * float(plan.request["minutes"])
-        plan.ease_items = min(EASE_ITEMS, int((seconds * EASE_SPEED) ** (1 / 3)))
+        left = plan.left()
+        plan.ease_items = affordable_ease(float(plan.request["minutes"]))
         run.evaluate_baselines(from_dict(plan.params), folder, out, ease_items=plan.ease_items)
         plan.baselines_s = left - plan.left()
         plan.save("counts")
@@ -229,6 +229,11 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     plan.save()
     metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
+
+
+def affordable_ease(minutes: float) -> int:
+    """Return the most items of a catalogue with EASE in a budget."""
+    return min(EASE_ITEMS, int((60 * minutes * EASE_SPEED) ** (1 / 3)))
 
 
 def has_texts(folder: Path) -> bool:
@@ -506,15 +511,17 @@ def model_settings(
     epochs: int | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    pretrain: Mapping[str, Any] | None = None,
     finetune: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the entry of a model in `models`: what `options` and `finetune` say, and the rules for everything else."""
+    """Return the entry of a model in `models`: the settings given, and those of the rules for everything else."""
     known = {field.name for field in fields(REGISTRY[name].Options)}
     rules = {key: value for key, value in auto_settings.options(name, shape).items() if key in known}
     given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
     fixed = {"counts": "auto"} | ({"learning_rate": RATES[name]} if name in RATES else {})
     return {
         "options": rules | OPTIONS.get(name, {}) | dict(options or {}),
+        "pretrain": dict(pretrain or {}),
         "finetune": fixed | auto_settings.finetune(shape, given),
     }
 
@@ -531,8 +538,8 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
         return 0, 0
     settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
-    BY_NAME["pretrain"](params, out, name, sequences=folder, data=folder.parent)
     began = time.monotonic()
+    BY_NAME["pretrain"](params, out, name, sequences=folder, data=folder.parent)
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began

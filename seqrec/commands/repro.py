@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from seqrec import locks, warm
-from seqrec.artifacts import CHANGES, write_text
+from seqrec.artifacts import CHANGES, write_text, written
 from seqrec.commands.settings import check, forget_edited_files, without_unfed
-from seqrec.config import load, read_changes
+from seqrec.config import ConfigError, load, read_changes
+from seqrec.config.ranges import Count
 
 logger = logging.getLogger(__name__)
 PARAMS = Path("params.yaml")
@@ -46,7 +47,7 @@ REGISTER = "seqrec.stages.register"  # whose imports take long, too
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
 
-def repro(*, changes: str = "", jobs: int = 0) -> None:
+def repro(*, changes: str = "", jobs: Count = 0) -> None:
     """Run the stages that are out of date.
 
     Args:
@@ -69,6 +70,8 @@ def _repro(changes: str, jobs: int) -> None:
     began = time.monotonic()
     with changed(read_changes(changes)) as environment, warm.process(REGISTER) as variables:
         config = load(PARAMS)
+        if missing := {"sources", "leaderboard"} - yaml.safe_load(PARAMS.read_bytes()).keys():
+            raise ConfigError(f"{PARAMS}: {sorted(missing)[0]} is missing, which dvc.yaml reads; write it as a list")
         forget_edited_files(config, Path("settings"))
         dvc = Dvc(Console(), {**os.environ, **environment, **variables})
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -164,14 +167,15 @@ def changed(changes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """
     _restore()
     environment = {"PYTHONUNBUFFERED": "1"}
-    written = load(PARAMS)
-    read = without_unfed(written.with_overrides(changes))
-    if read == written:
+    original = load(PARAMS)
+    read = without_unfed(original.with_overrides(changes))
+    if read == original:
         yield environment
         return
     check(read)
     write_text(DURING, read.as_yaml())
-    write_text(BEFORE, PARAMS.read_text(encoding="utf-8"))
+    with written(BEFORE) as partial:
+        shutil.copy2(PARAMS, partial)
     shutil.copyfile(DURING, PARAMS)
     try:
         yield environment | {CHANGES: json.dumps(changes)}
@@ -189,7 +193,9 @@ def _restore() -> None:
         logger.warning(
             "%s was edited during the run; its old content is restored, and your edits are in %s", PARAMS, edited
         )
-    BEFORE.replace(PARAMS)
+    with written(PARAMS.resolve()) as partial:  # the target of a link
+        shutil.copy2(BEFORE, partial)
+    BEFORE.unlink()
 
 
 def remove_left_locks(folder: Path = DVC_FILES) -> None:

@@ -43,7 +43,8 @@ def run(
         dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
         data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
-        from_champion: if a model has the champion's architecture and options, start it from the champion's weights.
+        from_champion: if a model has the champion's architecture and options, and does not read text, start it from the
+            champion's weights.
         register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.
 
     Returns:

@@ -38,6 +38,12 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
     check(read)
     if not read.leaderboard:
         raise ConfigError("leaderboard: names no model; `python -m seqrec run` can do with the baselines alone")
+    for dataset in (read.dataset, *read.sources):
+        if read.section("ingest", dataset=dataset).events:
+            raise ConfigError(
+                f"datasets.{dataset}.ingest.events: DVC cannot track the event store; use `seqrec run`, or a pipeline "
+                "on Kubeflow"
+            )
     for model in unfed(read):
         raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
@@ -111,6 +117,8 @@ def without_unfed(params: Params) -> Params:
 
 def _needs(params: Params, name: str) -> frozenset[str]:
     """Check the entry of a model, and return what the model reads besides items; see `SequenceModel.needs_of`."""
+    import torch
+
     from seqrec.models import REGISTRY, Catalogue
     from seqrec.models.ensemble import create
 
@@ -128,8 +136,9 @@ def _needs(params: Params, name: str) -> frozenset[str]:
         known = ", ".join(sorted(objectives))
         raise ConfigError(f"models.{name}.options.objective: {options.objective} is not one of {known}")
     if options.members > 1:
+        words = {"values": torch.zeros(2, 1, dtype=torch.long)}  # as those of a dataset with text
         try:
-            create(architecture, options, Catalogue(num_items=1, num_users=1, length=options.length))
+            create(architecture, options, Catalogue(num_items=1, num_users=1, length=options.length, tokens=words))
         except ValueError as error:
             raise ConfigError(f"models.{name}.options: {error}") from error
     needs: frozenset[str] = architecture.needs_of(options)

@@ -171,6 +171,8 @@ def _deciding(search: Search) -> tuple[Any, ...]:
 
 def _open(path: Path, identity: str, config: TuneConfig) -> optuna.Study:
     """Return the study in `path`; create it if there is none, with one rename once it is complete."""
+    if {"%", "?"}.intersection(str(path)):
+        raise ConfigError(f"--study: {path} has % or ? in its name, which Optuna cannot read")
     if not path.exists():
         partial = path.with_name(f"{path.name}.partial")
         partial.unlink(missing_ok=True)

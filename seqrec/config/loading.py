@@ -198,7 +198,7 @@ def read_changes(text: str) -> dict[str, Any]:
         try:
             read = float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
         except (yaml.YAMLError, ValueError) as error:
-            raise ConfigError(f"{path}: {value!r} is not valid YAML") from error
+            raise ConfigError(f"{path}: {value!r} is not valid YAML; a value with blanks needs quotes") from error
         changes[path] = value if isinstance(read, date) else read  # settings hold dates as text
     return changes
 

@@ -218,6 +218,8 @@ def advice(report: Mapping[str, Any], folder: Path) -> list[str]:
         command += f" --params {shlex.quote(str(folder / 'params.yaml'))}"
     outcome = report["registry"]
     if outcome and outcome["champion"] and not outcome["promoted"]:
+        if folder == Path():
+            command += f" --dataset {shlex.quote(report['dataset'])}"  # perhaps not that of params.yaml
         return [f"Use the champion of {outcome['registered_model']}, which this run did not replace:", command]
     model = outcome["model"] if outcome else report["rows"][0]["model"]
     saved = shlex.quote(str(folder / "artifacts" / model / "finetuned"))

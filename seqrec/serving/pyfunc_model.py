@@ -54,8 +54,8 @@ def _request(row: dict[Any, Any]) -> Request:
         k=int(given.get("k", DEFAULT_K)),
         exclude=list(given.get("exclude", ())),
         user=given.get("user"),
-        times=list(given["times"]) if "times" in given else None,
-        at=given.get("at"),
+        times=[float(time) for time in given["times"]] if "times" in given else None,
+        at=float(given["at"]) if "at" in given else None,
     )
 
 

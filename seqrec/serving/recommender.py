@@ -395,6 +395,7 @@ class Recommender:
         elif self.engine.reads.times and request.times is None:
             notes.append(
                 f"times not given: events are assumed to be {self.gap:g} s apart, the median of the training data"
+                + (", and `at` is not read" if request.at is not None else "")
             )
         return self._named(
             [score for score, _ in shown],

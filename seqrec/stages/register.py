@@ -234,7 +234,7 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
             yield
     except TrackingError as error:
         raise TrackingError(
-            f"{error}. The leaderboard is in {reports / LEADERBOARD}; run `seqrec register` later to do the rest"
+            f"{error}. The leaderboard is in {reports / LEADERBOARD}; the same command does the rest later"
         ) from error
 
 

@@ -22,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
-from mlflow.types.schema import Array
+from mlflow.types.schema import AnyType, Array
 
 from seqrec.artifacts import (
     COUNTS,
@@ -80,8 +80,8 @@ SIGNATURE = ModelSignature(
             ColSpec(DataType.long, "k", required=False),
             ColSpec(DataType.string, "user", required=False),
             ColSpec(Array(DataType.string), "exclude", required=False),
-            ColSpec(Array(DataType.long), "times", required=False),
-            ColSpec(DataType.double, "at", required=False),
+            ColSpec(AnyType(), "times", required=False),  # MLflow does not turn whole numbers into others
+            ColSpec(AnyType(), "at", required=False),
         ]
     ),
     outputs=Schema(

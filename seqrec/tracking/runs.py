@@ -80,9 +80,15 @@ class TrackingError(ValueError):
 
 
 def tracking_uri(config: RegisterConfig) -> str:
-    """Return where runs go; the environment wins. A SQLite file is named by its absolute path."""
+    """Return where runs go; the environment wins. A SQLite file is named by its absolute path.
+
+    Raises:
+        TrackingError: the path is none that an address can hold.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or config.tracking_uri
     path = sqlite_path(uri)
+    if path and {"%", "?"}.intersection(str(path.parent)):
+        raise TrackingError(f"register.tracking_uri: {path.parent} has % or ? in its name, which MLflow cannot read")
     return uri if path is None else f"{SQLITE}{path}"
 
 
@@ -146,7 +152,7 @@ def _check_place(uri: str, location: str) -> None:
     raise TrackingError(
         f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
         f"copied. After a move, run `ln -s {path.parent} {folder.parent}`. In a copy, remove {path.name} and "
-        "mlartifacts/, then run `seqrec register`, which creates them again from artifacts/ and reports/"
+        "mlartifacts/, then run `seqrec register`, or `seqrec import` for the folder of a run: it creates them again"
     )
 
 

@@ -189,6 +189,8 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     if architecture == "gru4rec":
         return shared | {"layers": 1, "d_state": 2 * width}
+    if architecture == "strec":
+        return shared | {"layers": max(2, shared["layers"])}  # the first reads every event, the others a sample
     if architecture == "flash4rec":
         known = shape.median >= SPARSE  # enough events to learn a vector for every user
         users = {"user_gate": known, "user_dropout": 0.3 if known else 0.0}

@@ -121,8 +121,6 @@ def of_attributes(start: Start) -> Ready:
     """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
     from seqrec.data.item_tokens import attribute_values
 
-    if start.champion is not None and (start.champion / MODEL_CARD).is_file():
-        logger.info("the champion is not used: the words of its items have other numbers")
     start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
     tokens = {"values": attribute_values(start.texts()[0], start.options.attribute_values)}
     data = load(start.sequences[0])
@@ -213,6 +211,8 @@ FAMILIES: Sequence[tuple[type[SequenceModel], Callable[[Start], Ready]]] = (
 
 def prepared(start: Start) -> Ready:
     """Return the new model, its data and its `Training`, as its family makes them."""
+    if start.needs & {"text", "attributes"} and start.champion and (start.champion / MODEL_CARD).is_file():
+        logger.warning("the champion is not used: %s reads the text of items, and starts anew", start.training.name)
     if "attributes" in start.needs:
         return of_attributes(start)
     if len(start.sequences) > 1 and issubclass(start.known, Transferable):

@@ -15,7 +15,6 @@ from seqrec.artifacts import MODEL_CARD, REFIT, USERS, VOCABULARY, DamagedError,
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.ensemble import create
-from seqrec.models.optional import DescribedItems
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.held_out import held_out_now
 
@@ -51,7 +50,7 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     card = champion.card
     same = REGISTRY.get(card["architecture"]) is net.architecture and card["options"] == options
-    if isinstance(net, DescribedItems) or not same:
+    if not same:
         logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
     if REFIT in card:

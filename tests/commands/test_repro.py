@@ -169,6 +169,24 @@ def test_a_run_with_changes_leaves_params_as_they_were(params):
     assert params.read_text() == PARAMS
 
 
+def test_what_params_links_to_stays_as_it_was(params):
+    shared = params.rename(params.with_name("shared.yaml"))
+    shared.write_bytes(PARAMS.replace("\n", "\r\n").encode())
+    shared.chmod(0o664)
+    params.symlink_to(shared.name)
+    with repro.changed({"finetune.epochs": 3}):
+        assert load(params).section("finetune", model="sasrec").epochs == 3
+
+    assert params.is_symlink()
+    assert params.read_bytes() == PARAMS.replace("\n", "\r\n").encode()
+    assert shared.stat().st_mode & 0o777 == 0o664
+
+
+def test_what_dvc_reads_from_params_may_not_be_left_out(params):
+    with pytest.raises(ConfigError, match="leaderboard is missing"):
+        repro.repro()
+
+
 def test_models_that_the_data_cannot_feed_are_left_out(params, caplog):
     text = PARAMS.replace("{sasrec: {}}", "{sasrec: {}, fdsa: {}, recformer: {}}")
     params.write_text(text)

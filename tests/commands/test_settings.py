@@ -173,6 +173,7 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
             "datasets.other.ingest.source: there is no source 'cvs'; the sources are",
         ),
         ({"datasets.tiny.ingest.category": "Gift_Cards"}, "datasets.tiny.ingest.category: has no effect"),
+        ({"datasets.other.ingest.events": True}, "datasets.other.ingest.events: DVC cannot track the event store"),
     ],
 )
 def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes, message):
@@ -180,3 +181,10 @@ def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes,
         settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes))
     assert str(error.value).startswith(message)
     assert not (tmp_path / "settings").exists()
+
+
+def test_networks_that_read_words_may_have_members(tmp_path):
+    words = {"architecture": "flash4rec", "options": {"attribute_values": 8, "members": 2}}
+    content = with_values(SETTINGS, {"models.gru4rec": words, "datasets.tiny.ingest.items": "items.csv"})
+    settings(output=tmp_path / "settings", params=content)
+    assert read_json(tmp_path / "settings/gru4rec/pretrain.json")["architecture"]["options"] == words["options"]

@@ -177,6 +177,12 @@ def test_the_last_lines_say_what_to_use_why_and_how(winner, gain, reason):
     )
 
 
+def test_a_champion_that_stays_is_served_by_the_name_of_its_dataset():
+    outcome = {"champion": "1", "promoted": False, "registered_model": "seqrec-other"}
+    lines = leaderboard.advice({"registry": outcome, "dataset": "other"}, Path())
+    assert lines[-1] == "python -m seqrec serve --dataset other"
+
+
 def test_without_a_model_nothing_beats_the_baselines(reports):
     rows = leaderboard.build(reports=reports, models=[])
 

@@ -38,7 +38,7 @@ def figures(task: Path) -> dict[str, float]:
 def loop(tmp_path_factory, forked_steps):
     """The settings, the folder of a run, that of the tasks of a retraining after events, and one more `collect`."""
     folder = tmp_path_factory.mktemp("loop")
-    settings, out = write_settings(folder, start=YEAR_2001), folder / "out"
+    settings, out = write_settings(folder, start=YEAR_2001), folder / "the out"  # with a blank
     content = yaml.safe_load(settings.read_text())
     content["leaderboard"] = ["sasrec"]
     content["ingest"]["events"] = True

@@ -168,6 +168,12 @@ def test_a_run_is_awaited_through_failed_polls_and_gets_the_inputs_of_the_comman
     assert (wrong, "finetune.patiense: unknown key" in why) == (1, True)
 
 
+def test_without_docker_the_command_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    assert main(["run-local", "--docker", "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("run-local: --docker: Docker does not answer: ")
+
+
 def test_waiting_ends_where_the_server_stays_away(monkeypatch):
     monkeypatch.setattr("seqrec.pipelines.client.FAILED_POLLS", 2)
     with pytest.raises(SubmissionError, match=r"does not answer .* run 1 continues on the server"):

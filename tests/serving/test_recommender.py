@@ -99,6 +99,7 @@ def test_missing_times_are_the_median_gap_apart_and_the_answer_says_so(prepared,
     assert sequences.median_gap(data) == 1000  # the events of the fixture are so far apart
     assert assumed.scores == pytest.approx(given.scores, abs=1e-6)
     assert "1000 s" in assumed.notes[0]
+    assert "`at` is not read" in recommender.recommend(["i1", "i2", "i3"], 5, at=3000).notes[0]
     assert not given.notes
     other = recommender.recommend(["i1", "i2", "i3"], 5, times=[0, 10, 900_000_000])
     assert other.scores != pytest.approx(given.scores, abs=1e-6)

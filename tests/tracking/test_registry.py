@@ -120,10 +120,12 @@ frame = pd.DataFrame({
     "exclude": [[sys.argv[2]], [], ["i1"]],
     "at": [1.5e9, None, None],
 })
+times = [{"history": ["i1", "i2"], "times": times, "at": at} for times in ([1, 2], [1.5, 2.5]) for at in (3, 3.5)]
 print(json.dumps({
     "code": seqrec.__file__,
     "full": model.predict(frame).to_dict("list"),
     "bare": model.predict(frame[["history"]]).to_dict("list"),
+    "timed": [model.predict(pd.DataFrame([row]))["items"][0] for row in times],
 }))
 """
 
@@ -150,7 +152,9 @@ def test_the_model_loads_in_a_clean_process_and_recommends_by_external_ids(model
         assert scores == pytest.approx(row.scores)
     assert answer["full"]["source"] == ["sasrec", "sasrec", "popularity"]
     assert answer["full"]["unknown"] == [0, 1, 0]
-    assert answer["bare"]["items"][0] == recommender.recommend(["i1", "i2"]).items
+    plain = recommender.recommend(["i1", "i2"]).items
+    assert answer["bare"]["items"][0] == plain
+    assert answer["timed"] == [plain] * 4
 
 
 def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, model, folder, config):

@@ -112,6 +112,11 @@ def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 
+def test_a_folder_that_no_address_can_name_is_refused(tmp_path):
+    with pytest.raises(runs.TrackingError, match=r"50%20x has % or \? in its name"):
+        runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/50%20x/mlflow.db"))
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [

@@ -9,6 +9,7 @@ import torch
 from support import run
 
 from seqrec.artifacts import MODEL_CARD, read_json
+from seqrec.commands.auto import model_settings
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, PretrainConfig, from_dict, parse
 from seqrec.data import sequences
@@ -36,9 +37,13 @@ def test_every_shape_gives_settings_in_their_ranges(given):
     ruled = auto.finetune(given, {})
     assert 16 <= ruled["batch_size"] <= 256
     assert 5 <= ruled["epochs"] <= 100
-    for architecture in ("flash4rec", "sasrec", "gru4rec"):
-        options = parse(REGISTRY[architecture].Options, auto.options(architecture, given), "options")
+    for name in REGISTRY:
+        entry = {"architecture": name} | model_settings(name, given)
+        check(from_dict({"dataset": "any", "models": {name: entry}, "leaderboard": [name]}), ingests=False)
+        options = parse(REGISTRY[name].Options, entry["options"], "options")
         assert 8 <= options.length <= 200
+    for name in ("flash4rec", "sasrec", "gru4rec"):
+        options = parse(REGISTRY[name].Options, auto.options(name, given), "options")
         assert 0.2 <= options.dropout <= 0.5
 
 

@@ -175,3 +175,22 @@ def test_the_stage_takes_the_champion_in_place_of_pre_training(folders, tmp_path
     warm = load_checkpoint(tmp_path / "warm").model
     items = [numbers(folder, VOCABULARY, "item", "item_id")["i3"] for folder in folders]
     torch.testing.assert_close(warm.items.weight[items[1]], champion.items.weight[items[0]])
+
+
+def test_a_model_that_reads_text_says_that_it_starts_anew(folders, tmp_path, caplog):
+    old, new = folders
+    write_champion(tmp_path / "champion", old)
+    options = {"d_model": 8, "layers": 1, "heads": 1, "length": 4}
+    paths = {"initial": tmp_path / "initial", "champion": tmp_path / "champion", "state": tmp_path / "state"}
+
+    pretrain(
+        model="mine",
+        sequences=new,
+        data=new.parent,
+        architecture=ModelConfig(architecture="fdsa", options=options),
+        filter_seen=True,
+        config=PretrainConfig(epochs=0),
+        **paths,
+    )
+
+    assert "the champion is not used: mine reads the text of items, and starts anew" in caplog.text
