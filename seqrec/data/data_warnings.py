@@ -8,7 +8,8 @@ from typing import Any
 from seqrec.data.sequences import Sequences, cases, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users (all, or with cases), items or steps per epoch
-TIES, ORDERED_TIES, REPEATS, AT_ONCE = 0.5, 0.1, 0.1, 0.2  # warn about larger shares of events
+TIES, ORDERED_TIES, FLATTERING, AT_ONCE = 0.5, 0.1, 0.02, 0.2  # warn about larger shares of events
+REPEATS = 0.1  # from this share of events that repeat an item, `auto` keeps past items as candidates
 BUSIEST, FEW = 0.1, 10  # a user with a larger share of the events, or of the validation cases and more of them, is odd
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
 
@@ -90,6 +91,9 @@ def warnings(
         )
     if one_user > BUSIEST:
         found.append(f"one user has {one_user:.0%} of the validation cases: is it a person?")
-    if repeated is not None and repeated > REPEATS and filter_seen:
-        found.append(f"{repeated:.0%} of the events repeat an item; to recommend such items, set filter_seen: false")
+    if repeated is not None and repeated > FLATTERING and filter_seen:
+        found.append(
+            f"{repeated:.0%} of the events repeat an item of the user: no list has such items, but as targets they "
+            "rank high, because the user's other items are no candidates; to recommend them, set filter_seen: false"
+        )
     return found

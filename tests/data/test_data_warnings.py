@@ -18,7 +18,7 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
 @pytest.mark.parametrize(
     ("card", "facts", "message"),
     [
-        ({}, {"steps": 20, "repeated": 0.1}, ""),
+        ({}, {"steps": 20, "repeated": 0.02}, ""),
         ({"users": 999}, {}, "only 999 users"),
         ({"users_without_cases": 4_900}, {}, "only 100 of 5,000 users have validation or test events"),
         ({"users": 900, "users_without_cases": 800}, {}, "only 900 users"),
@@ -31,6 +31,7 @@ SOUND = {"users": 5_000, "items": 300, "events": 100_000, "tied_events": 100}
         ({"tied_events": 20_000}, {"ordered": True}, "20% of the events have the same time as the previous one, in an"),
         ({}, {"steps": 19}, "only 19 steps per epoch"),
         ({}, {"repeated": 0.5}, "50% of the events repeat an item"),
+        ({}, {"repeated": 0.03}, "3% of the events repeat an item of the user: no list has such items, but as targets"),
         ({}, {"repeated": 0.5, "filter_seen": False}, ""),
         ({}, {"at_once": 0.2, "one_user": 0.1, "filter_seen": False}, ""),
         ({}, {"at_once": 0.39}, ""),
