@@ -41,6 +41,11 @@ class SelfSupervised(SequenceModel):
     pretraining: ClassVar[str]  # name of the phase
     by_prefix: ClassVar[bool] = True  # whether every prefix of a history is a row in this phase, for any objective
 
+    @classmethod
+    def pretrains(cls, options: Any) -> bool:
+        """Return whether a model with `options` has a pre-training."""
+        return True
+
     def phases(self, stage: str) -> tuple[str, ...]:
         return (self.pretraining,) if stage == "pretrain" else ("train",)
 
@@ -63,11 +68,6 @@ def self_supervised(model: SequenceModel, phase: str) -> TypeGuard[SelfSupervise
 
 class Transferable(SelfSupervised, DescribedItems):
     """Pre-trains on the datasets in `sources` instead of its own, which it can serve without further training."""
-
-    @classmethod
-    def pretrains(cls, options: Any) -> bool:
-        """Return whether a model with `options` has a pre-training."""
-        return True
 
     def serve(self, catalogue: Catalogue) -> None:
         """Replace the catalogue of pre-training by that of the dataset."""

@@ -99,7 +99,7 @@ class Recformer(ReadsTokens):
 
     @classmethod
     def pretrains(cls, options: RecformerOptions) -> bool:
-        """See `Transferable.pretrains`; a text encoder that is fine-tuned with item ids is not pre-trained."""
+        """See `SelfSupervised.pretrains`; a text encoder that is fine-tuned with item ids is not pre-trained."""
         return options.encoder == "text" or not options.refresh
 
     def __new__(cls, *given: Any) -> Recformer:

@@ -27,7 +27,7 @@ from seqrec.commands.settings import check
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
-from seqrec.models.optional import SelfSupervised, Transferable, TwoDomains
+from seqrec.models.optional import SelfSupervised
 from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
 from seqrec.training.auto_settings import Shape
@@ -348,21 +348,16 @@ def fit(
         else:
             entry = settings(None)
             check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
-            settled = config.parse(REGISTRY[model].Options, entry["options"], "options")
-            if not shape.described and {"text", "attributes"} & REGISTRY[model].needs_of(settled):
+            kind = REGISTRY[model]
+            settled = config.parse(kind.Options, entry["options"], "options")
+            if not shape.described and {"text", "attributes"} & kind.needs_of(settled):
                 raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the data set")
-            if minutes is not None and "epochs" not in entry["pretrain"] and _is_pretrained(model, settled):
+            pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
+            if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
         auto.train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
-
-
-def _is_pretrained(model: str, options: Any) -> bool:
-    known = REGISTRY[model]
-    if issubclass(known, Transferable):
-        return known.pretrains(options)
-    return issubclass(known, SelfSupervised | TwoDomains)
 
 
 def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Path | None) -> Model:
