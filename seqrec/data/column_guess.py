@@ -21,16 +21,18 @@ USERS = (
     *("user", "uid", "username", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper"),
     *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
     *("profilename", "cookie", "device", "author", "guest", "borrower", "rider", "passenger", "patient", "learner"),
-    *("anonymous", "anon"),
+    *("anonymous", "anon", "email"),
+)
+ITEMS = (
+    *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
+    *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
+    *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
+    *("document", "job", "title", "station", "tour", "place", "prod", "prd", "goods", "ad", "post", "dish", "repo"),
+    *("problem", "question", "exercise", "photo", "listing"),
 )
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (*USERS, *(f"{word}s" for word in USERS)),
-    "item_id": (
-        *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
-        *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
-        *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
-        *("document", "job", "title", "station", "tour", "place", "prod", "prd", "goods", "ad", "post", "dish", "repo"),
-    ),
+    "item_id": (*ITEMS, *(f"{word}s" for word in ITEMS)),
     "timestamp": (
         *("timestamp", "time", "datetime", "date", "ts", "unix", "when", "bought", "purchased", "ordered", "created"),
         *("watched", "clicked", "viewed", "played", "at", "day", "dt"),

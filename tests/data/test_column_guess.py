@@ -76,6 +76,8 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
         "InvoiceNo=group StockCode=item Description=words InvoiceDate=iso CustomerID=user",
         "CustomerID StockCode InvoiceDate Description",
     ),
+    "a plural": ("transaction_number=user date=iso items=item", "transaction_number items date"),
+    "a plural that counts": ("user=user product=item items=stars date=iso", "user product date"),
     "a product's name": (
         "user_id=user item_id=item time=epoch brand_name=brand item_name=words",
         "user_id item_id time item_name",
