@@ -15,7 +15,7 @@ from seqrec.pipeline import BASELINES
 
 METRIC = "test/ndcg@10"
 TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of the history
-SLICES = {"popularity": "popularity of the item", "length": "length of the history"}
+SLICES = {"popularity": "popularity of the item", "length": "length of the history", "repeat": "repeat of a past item"}
 COLUMNS = 3
 PANEL = 300  # pixels, height
 SAME = 1e-4  # two values of a metric that round to the same figure differ by less

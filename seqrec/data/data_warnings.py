@@ -94,6 +94,7 @@ def warnings(
     if repeated is not None and repeated > FLATTERING and filter_seen:
         found.append(
             f"{repeated:.0%} of the events repeat an item of the user: no list has such items, but as targets they "
-            "rank high, because the user's other items are no candidates; to recommend them, set filter_seen: false"
+            "rank high, because the user's other items are no candidates; the slice repeat=no of the report is without "
+            "them; to recommend them, set filter_seen: false"
         )
     return found

@@ -61,7 +61,7 @@ def compare(
 
     Args:
         runs: reports/MODEL, or the output folder of `seqrec run`, followed by :MODEL if it holds several models.
-        sequences: prepared data of the runs, for slices by popularity; checked against the runs.
+        sequences: prepared data of the runs, for slices by target; checked against the runs.
         confidence: confidence level of the intervals.
         seed: seed of the resampling and of the random sign flips.
 
@@ -214,8 +214,8 @@ def _gains(
         prepared = trained_until(prepared, prepared.valid_stop)
     masks = results.length_slices(torch.from_numpy(ours["position"]))
     if prepared is not None:
-        masks |= results.popularity_slices(torch.from_numpy(ours["target"]).long(), prepared.count)
-    slices = {name: mask.numpy() for name, mask in masks.items() if mask.any()}
+        masks |= results.target_slices(prepared, cases_of(prepared, split))
+    slices = {name: mask.numpy() for name, mask in masks.items()}
     result["slices"] = {name: {"cases": int(mask.sum())} | gain(SLICED, mask) for name, mask in slices.items()}
     return result
 

@@ -248,6 +248,16 @@ def case_blocks(length: Tensor, rows: int) -> list[slice]:
     return blocks
 
 
+def repeats(data: Sequences, cases: Cases) -> Tensor:
+    """Return bool (C,): the cases whose target is in the history, so that a list without seen items cannot have it."""
+    found = torch.zeros(len(cases), dtype=torch.bool)
+    for rows in case_blocks(cases.position - data.start[cases.user], _rows(data)):
+        past = SeenItems.before(data, cases.user[rows], cases.position[rows])
+        target = data.sent(data.items[cases.position[rows]].long())
+        found[rows][past.row[past.item == target[past.row]].cpu()] = True
+    return found
+
+
 def _rank_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, reads: bool, top_k: int, name: str
 ) -> tuple[Tensor, ...]:

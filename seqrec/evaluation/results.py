@@ -39,9 +39,10 @@ def report(
     test, they say which items are new or popular, and rank the cases without a history.
 
     Names of metrics: `test/ndcg@10`, with its interval `/low` and `/high`; its slices `/popularity=head|tail|cold` (of
-    the target) and `/length=1-10|11-50|51+` (of the history), each with an interval; `test/unfiltered/...` and
-    `test/filtered/...`, with seen items kept and removed; under protocol LOO-101 `test/101/...`, which ranks the target
-    only among the negatives of the split and is not comparable with the others. `facts` are added unchanged.
+    the target), `/length=1-10|11-50|51+` (of the history) and, if there are any, `/repeat=yes|no` (targets in the
+    history), each with an interval; `test/unfiltered/...` and `test/filtered/...`, with seen items kept and removed;
+    under protocol LOO-101 `test/101/...`, which ranks the target only among the negatives of the split and is not
+    comparable with the others. `facts` are added unchanged.
 
     Raises:
         ValueError: a score is not finite, or a metric is impossible.
@@ -95,28 +96,31 @@ def _uncertainty(rank: Tensor, chosen: Cases, config: EvaluateConfig) -> dict[st
 
 
 def _slices(rank: Tensor, data: Sequences, chosen: Cases, config: EvaluateConfig) -> dict[str, float]:
-    length = chosen.position - data.start[chosen.user]
-    masks = length_slices(length) | popularity_slices(data.items[chosen.position].long(), data.count)
     values = {}
-    for name, mask in masks.items():
-        if bool(mask.any()):
-            values[f"ndcg@10/{name}"] = _accuracy(rank[mask], data.num_items)["ndcg@10"]
-            value, user = metrics.ndcg(rank[mask].cpu().numpy(), 10), chosen.user[mask].cpu().numpy()
-            interval = intervals.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
-            values |= {f"ndcg@10/{name}/low": interval.low, f"ndcg@10/{name}/high": interval.high}
-            values[f"cases/{name}"] = int(mask.sum())
+    for name, mask in (length_slices(chosen.position - data.start[chosen.user]) | target_slices(data, chosen)).items():
+        values[f"ndcg@10/{name}"] = _accuracy(rank[mask], data.num_items)["ndcg@10"]
+        value, user = metrics.ndcg(rank[mask].cpu().numpy(), 10), chosen.user[mask].cpu().numpy()
+        interval = intervals.bootstrap(value, user, resamples=config.bootstrap, seed=config.seed)
+        values |= {f"ndcg@10/{name}/low": interval.low, f"ndcg@10/{name}/high": interval.high}
+        values[f"cases/{name}"] = int(mask.sum())
     return values
 
 
 def length_slices(length_C: Tensor) -> dict[str, Tensor]:
-    """Return bool (C,) by slice: the cases whose history has so many events."""
-    return {f"length={name}": (length_C >= low) & (length_C <= high) for name, (low, high) in LENGTHS.items()}
+    """Return bool (C,) by slice that is not empty: the cases whose history has so many events."""
+    return _filled({f"length={name}": (length_C >= low) & (length_C <= high) for name, (low, high) in LENGTHS.items()})
 
 
-def popularity_slices(target_C: Tensor, count_V: Tensor) -> dict[str, Tensor]:
-    """Return bool (C,) by slice: the cases whose target is popular, rare, or new to the training part."""
-    head, cold = metrics.head_items(count_V)[target_C], count_V[target_C] == 0
-    return {"popularity=head": head & ~cold, "popularity=tail": ~head & ~cold, "popularity=cold": cold}
+def target_slices(data: Sequences, chosen: Cases) -> dict[str, Tensor]:
+    """Return bool (C,) by slice that is not empty: the target is popular, rare, new to training, or in the history."""
+    target, repeat = data.items[chosen.position].long(), ranking.repeats(data, chosen)
+    head, cold = metrics.head_items(data.count)[target], data.count[target] == 0
+    slices = {"popularity=head": head & ~cold, "popularity=tail": ~head & ~cold, "popularity=cold": cold}
+    return _filled(slices) | (_filled({"repeat=yes": repeat, "repeat=no": ~repeat}) if repeat.any() else {})
+
+
+def _filled(slices: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mask for name, mask in slices.items() if mask.any()}
 
 
 def case_table(split: str, data: Sequences, chosen: Cases, rank: Tensor, ties: Tensor) -> pa.Table:

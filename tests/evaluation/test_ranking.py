@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support import make_model, prepare_rows, trained
 
 from seqrec.data import sequences
-from seqrec.evaluation import ranking
+from seqrec.evaluation import ranking, results
 from seqrec.serving.recommender import best_of
 
 
@@ -33,6 +33,16 @@ def three(tmp_path_factory):
     ]
     folder = tmp_path_factory.mktemp("three")
     return sequences.load(prepare_rows(folder, rows, min_user_events=1, min_item_events=1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 10])
+def test_targets_in_the_history_are_a_slice(three, monkeypatch, rows):
+    monkeypatch.setattr(ranking, "_rows", lambda data: rows)
+    cases = sequences.cases(three, "test")
+
+    assert ranking.repeats(three, cases).tolist() == [False, False, True]  # w has had d before
+    assert results.target_slices(three, cases)["repeat=no"].tolist() == [True, True, False]
+    assert "repeat=no" not in results.target_slices(three, sequences.Cases(cases.user[:2], cases.position[:2]))
 
 
 def test_no_history_is_read_if_seen_items_stay_candidates(three, monkeypatch):
