@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import tempfile
 import time
@@ -53,8 +54,10 @@ class Server:
         """Return a client of a server that has answered.
 
         Raises:
-            SubmissionError: it does not answer, or a server for several users was given no namespace.
+            SubmissionError: none is named, it does not answer, or a server for several users was given no namespace.
         """
+        if not self.host and "KUBERNETES_SERVICE_HOST" not in os.environ:
+            raise SubmissionError("--host: no server is named, and this is no pod of a cluster; KFP_HOST is read, too")
         with self.explained():
             client = kfp.Client(
                 host=self.host or IN_CLUSTER,

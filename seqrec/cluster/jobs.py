@@ -102,14 +102,8 @@ def _java(memory: str) -> str:
     return f"{memory}b" if memory.isdigit() else memory.replace("i", "").lower()
 
 
-def spark_application(name: str, place: Place, state: Path, order: Path, config: Any) -> dict[str, Any]:
-    """Return the SparkApplication (sparkoperator.k8s.io/v1beta2) that runs `order` on a driver and executors.
-
-    Raises:
-        ConfigError: prepare does not use Spark.
-    """
-    if getattr(config, "engine", "") != "spark":
-        raise ConfigError("kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark")
+def spark_application(name: str, place: Place, state: Path, order: Path) -> dict[str, Any]:
+    """Return the SparkApplication (sparkoperator.k8s.io/v1beta2) that runs `order` on a driver and executors."""
     launch, cluster, resources = place.launch, place.cluster, place.resources
     pod = {
         "cores": max(1, _cores(resources.cpu)),

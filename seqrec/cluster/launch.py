@@ -168,7 +168,7 @@ def _run_job(stage: str, place: Place, state: Path, arguments: Mapping[str, Any]
     handed = {key: _hand_over(arguments[key], folder / "inputs" / key) for key in inputs}
     order = _write_order(folder, stage, {**arguments, **handed, output: folder / OUTPUT})
     if stage == "prepare":
-        manifest = spark_application(name, place, state, order, arguments["config"])
+        manifest = spark_application(name, place, state, order)
     else:
         manifest = train_job(name, place, state, order)
     if not values.is_file():

@@ -22,7 +22,7 @@ import yaml
 
 from seqrec.config.checks import ConfigError, Section, check_keys, parse, refuse_secrets, suggestion
 from seqrec.config.ranges import AUTO, Seed
-from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, SearchRange
+from seqrec.config.sections import DATASET_KEYS, MODEL_KEYS, SECTIONS, ModelConfig, SearchRange, launcher
 
 TOP = ("seed", "filter_seen", "dataset", "sources", "leaderboard", *SECTIONS, "datasets", "models")
 SEEDED = ("pretrain", "finetune")  # share a seed, so that another seed also means other initial weights
@@ -173,6 +173,10 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         params.dataset_entry(name, "sources")
         if name == params.dataset:
             raise ConfigError(f"sources: {name} is the dataset itself; name other datasets to pre-train on")
+    job = launcher(params.section("kubernetes").launch.get("prepare", {})) == "job"
+    for name in (params.dataset, *params.sources) if job else ():
+        if params.section("prepare", dataset=name).engine != "spark":
+            raise ConfigError("kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark")
     for name in params.leaderboard:
         params.model_entry(name, "leaderboard")
     for name in params.section("tune").spaces:

@@ -400,7 +400,7 @@ class KubernetesConfig(Section):
         for name, known in (("launch", LAUNCHED), ("resources", STEPS)):
             for step in set(getattr(self, name)) - set(known):
                 raise ValueError(f"{name}.{step}: unknown step; known are {', '.join(known)}")
-        jobs = [stage for stage, launch in self.launch.items() if _launcher(launch) == "job"]
+        jobs = [stage for stage, launch in self.launch.items() if launcher(launch) == "job"]
         require(
             not jobs or bool(self.state_claim),
             f"state_claim is missing: jobs of {', '.join(jobs)} read their data from it",
@@ -422,7 +422,7 @@ class KubernetesConfig(Section):
         return parse(StepResources, values, f"resources.{name}")
 
 
-def _launcher(launch: Any) -> str:
+def launcher(launch: Any) -> str:
     """Return the launcher of a LaunchConfig, or of a mapping, which it still is without pydantic."""
     return str(launch.launcher if isinstance(launch, LaunchConfig) else launch.get("launcher", "step"))
 

@@ -25,7 +25,6 @@ from seqrec.config import (
     KubernetesConfig,
     LaunchConfig,
     ModelConfig,
-    PrepareConfig,
     PretrainConfig,
     StepResources,
     parse,
@@ -217,8 +216,7 @@ def test_a_train_job_asks_for_all_that_is_set():
 
 def test_a_spark_application_is_one():
     where = parse(jobs.Place, place(launcher="job", nodes=3), "place")
-    config = PrepareConfig(engine="spark")
-    job = jobs.spark_application("prepare-own-1", where, Path("/state"), Path("/state/order.json"), config)
+    job = jobs.spark_application("prepare-own-1", where, Path("/state"), Path("/state/order.json"))
 
     kubernetes_server.check(job)
     spec = job["spec"]
@@ -227,8 +225,6 @@ def test_a_spark_application_is_one():
     assert spec["executor"]["memory"] == "64g"
     assert spec["driver"]["serviceAccount"] == "seqrec"
     assert Path(spec["mainApplicationFile"].removeprefix("local://")) == Path(launch.__file__)
-    with pytest.raises(ConfigError, match=r"needs prepare\.engine: spark"):
-        jobs.spark_application("one", where, Path("/state"), Path("/order.json"), PrepareConfig())
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ PARAMS = {
             for name, value in (("cpu", ""), ("cpu", "two"), ("memory", "1.5Gi"), ("shared_memory", "lots"))
         ),
         ("kubernetes", {"launch": {"prepare": {"processes": 3}}}, "kubernetes: launch.prepare.processes: prepare runs"),
+        (
+            "kubernetes",
+            {"state_claim": "state", "launch": {"prepare": {"launcher": "job"}}},
+            "kubernetes.launch.prepare.launcher: the value job needs prepare.engine: spark",
+        ),
         ("sources", ["small"], "sources: small is the dataset itself"),
         ("finetune.epochs", True, "finetune: epochs must be of type int, not True"),
         (

@@ -63,8 +63,9 @@ def test_a_failed_run_fails_the_command(server, command, monkeypatch):
         (("--namespace", kfp_server.FORBIDDEN), f"may not do that in namespace {kfp_server.FORBIDDEN}"),
         ((), "--namespace: .* serves several users; name your namespace"),
         (("--host", "http://127.0.0.1:9"), "--host: http://127.0.0.1:9 does not answer"),
+        (("--host", ""), "--host: no server is named"),
     ],
-    ids=["401", "403", "no namespace", "no server"],
+    ids=["401", "403", "no namespace", "no server", "no host"],
 )
 def test_a_server_that_refuses_is_explained(server, command, flags, message):
     server.multi_user = True
