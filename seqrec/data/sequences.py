@@ -72,6 +72,7 @@ class Sequences:
     times: Flat  # (E,) int64, seconds UTC
     start: Tensor  # (U,) int64: first event
     train_stop: Tensor  # (U,) int64: first event after training
+    valid_start: Tensor  # (U,) int64: first validation event; later than train_stop if events are read but not learnt
     valid_stop: Tensor  # (U,) int64: first test event
     stop: Tensor  # (U,) int64: index after the last event
     count: Tensor  # (V,) int64: training events of each item; entry 0 is padding
@@ -146,18 +147,29 @@ def load(directory: Path) -> Sequences:
     stop = length.cumsum(0)
     start = stop - length
     vocabulary = read_table(directory / VOCABULARY, ["count"])
-    card = read_json(directory / SPLIT_CARD)
+    train_stop, valid_stop = (start + from_dlpack(table[end].combine_chunks()) for end in ("train_end", "valid_end"))
+    times, card = _flat(table["times"]), read_json(directory / SPLIT_CARD)
     return Sequences(
         items=_flat(table["items"]),
-        times=_flat(table["times"]),
+        times=times,
         start=start,
-        train_stop=start + from_dlpack(table["train_end"].combine_chunks()),
-        valid_stop=start + from_dlpack(table["valid_end"].combine_chunks()),
+        train_stop=train_stop,
+        valid_start=_valid_start(times, start, train_stop, valid_stop, card.get("valid_cut")),
+        valid_stop=valid_stop,
         stop=stop,
         count=counts_of(vocabulary),
         card=card,
         negatives=_negatives(directory) if card["protocol"] == "LOO-101" else None,
     )
+
+
+def _valid_start(times: Flat, start: Tensor, train_stop: Tensor, valid_stop: Tensor, cut: int | None) -> Tensor:
+    """Return the first validation event (U,) of each user: the first after a `cut` in time, if there is one."""
+    if cut is None:
+        return train_stop
+    new = (train_stop == start).nonzero().squeeze(1)
+    row, event = ranges(start[new], valid_stop[new] - start[new])
+    return train_stop.index_add(0, new, torch.bincount(row[times[event] < cut], minlength=len(new)))
 
 
 def _flat(lists: pa.ChunkedArray) -> Flat:
@@ -189,7 +201,7 @@ def read_users(directory: Path) -> list[str]:
 
 def cases(data: Sequences, split: str) -> Cases:
     """Return the ranking cases of `split` (valid or test), ordered by user and position; with `max_cases` a sample."""
-    first, stop = (data.train_stop, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
+    first, stop = (data.valid_start, data.valid_stop) if split == "valid" else (data.valid_stop, data.stop)
     if data.card.get("cases") == "first":
         stop = torch.minimum(stop, first + 1)
     elif data.card.get("cases") == "last":
@@ -262,4 +274,5 @@ def trained_until(data: Sequences, stop: Tensor) -> Sequences:
     sides = inside.split([len(part) for part in parts])
     counts = (torch.bincount(p[i], minlength=len(data.count)) for p, i in zip(parts, sides, strict=True))
     count = torch.stack(list(counts)).sum(0)
-    return replace(data, train_stop=stop, valid_stop=torch.maximum(stop, data.valid_stop), count=count)
+    starts, stops = torch.maximum(stop, data.valid_start), torch.maximum(stop, data.valid_stop)
+    return replace(data, train_stop=stop, valid_start=starts, valid_stop=stops, count=count)

@@ -26,6 +26,7 @@ class Ends(NamedTuple):
 
     events: IntArray  # (U,)
     train_end: IntArray  # (U,)
+    valid_start: IntArray  # (U,) train_end, or under temporal later, after events that are read but not learnt
     valid_end: IntArray  # (U,)
 
 
@@ -132,21 +133,23 @@ def ends(
 ) -> tuple[Ends, dict[str, Any]]:
     """Return where each user's training, validation and test events end, and the entries of the split card.
 
-    Events before train_end are training, events from there to valid_end validation, the rest test. Each validation or
-    test event is a case whose input is all earlier events of the user. LOO-101 is LOO-full plus sampled negatives.
-    Both, and RATIO-full, leak the future of other users into training, as in the papers; temporal does not.
+    Events before train_end are training, those from valid_start to valid_end validation, and those after it test. Each
+    validation or test event is a case whose input is all earlier events of the user. LOO-101 is LOO-full plus sampled
+    negatives. Both, and RATIO-full, leak the future of other users into training, as in the papers; temporal does not.
 
     Args:
-        events: events with users and items numbered from 1.
+        events: events with users and items numbered from 1; with `cuts`, also whether each is `learnt`.
         number: (U,) number of events of users 1, 2, ...
         config: section `prepare`.
-        cuts: for protocol temporal, the start times of validation and test; None: computed from `events`.
+        cuts: for protocol temporal, the start times of validation and test; None: computed from `events`, and all
+            events before the first are learnt.
     """
     if config.protocol in ("LOO-full", "LOO-101"):
         return _leave_one_out(number, config)
     if config.protocol == "RATIO-full":
         return _ratio(number, config)
-    return _temporal(events, number, cuts or temporal_cuts(events, config), config)
+    learnt = nw.col("learnt") if cuts else nw.lit(True)
+    return _temporal(events.with_columns(learnt=learnt), number, cuts or temporal_cuts(events, config), config)
 
 
 def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any]]:
@@ -161,7 +164,8 @@ def _leave_one_out(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[
         drawn = np.random.default_rng(config.seed).choice(able, size=min(config.val_users, len(able)), replace=False)
         validated = np.isin(np.arange(len(number)), drawn)
     valid_end = number - enough
-    return Ends(number, valid_end - (enough & validated), valid_end), {
+    train_end = valid_end - (enough & validated)
+    return Ends(number, train_end, train_end, valid_end), {
         "rule": "last event for test, the one before it for validation"
     }
 
@@ -170,7 +174,8 @@ def _ratio(number: IntArray, config: PrepareConfig) -> tuple[Ends, dict[str, Any
     """The last `test_share` of each user's events is test, the `valid_share` before it validation; rounded down."""
     test = np.floor(number * config.test_share + 1e-9).astype(np.int64)
     valid = np.floor(number * config.valid_share + 1e-9).astype(np.int64)
-    return Ends(number, number - test - valid, number - test), {"rule": "the last events of each user, by share"}
+    train_end = number - test - valid
+    return Ends(number, train_end, train_end, number - test), {"rule": "the last events of each user, by share"}
 
 
 def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:
@@ -194,15 +199,14 @@ def temporal_cuts(events: Frame, config: PrepareConfig) -> tuple[int, int]:
 def _temporal(
     events: Frame, number: IntArray, cuts: tuple[int, int], config: PrepareConfig
 ) -> tuple[Ends, dict[str, Any]]:
-    """Two points in time split the events of all users; training events lie before the first one."""
+    """Two points in time split the events of all users; training events are `learnt` and lie before the first one."""
     valid_cut, test_cut = cuts
     time = nw.col("timestamp")
-    before = events.select(
-        "user", (time < valid_cut).cast(nw.Int64).alias("train"), (time < test_cut).cast(nw.Int64).alias("valid")
-    )
-    table = before.group_by("user").agg(nw.col("train").sum(), nw.col("valid").sum()).collect()
-    train_end, valid_end = np.zeros_like(number), np.zeros_like(number)
-    for column, values in (("train", train_end), ("valid", valid_end)):
+    before = {"train": (time < valid_cut) & nw.col("learnt"), "read": time < valid_cut, "valid": time < test_cut}
+    counted = events.select("user", **{name: mask.cast(nw.Int64) for name, mask in before.items()})
+    table = counted.group_by("user").agg(nw.col(*before).sum()).collect()
+    ends = Ends(number, *(np.zeros_like(number) for _ in before))
+    for column, values in zip(before, ends[1:], strict=True):
         values[table["user"].to_numpy() - 1] = table[column].to_numpy()
     facts = {
         "rule": "events from a cut on",
@@ -210,9 +214,10 @@ def _temporal(
         "test_cut": test_cut,
         "cases": config.cases,
         "filter_on": config.filter_on,
-        "users_without_training": int((train_end == 0).sum()),
+        "users_without_training": int((ends.train_end == 0).sum()),
+        "events_only_read": int((ends.valid_start - ends.train_end).sum()),
     }
-    return Ends(number, train_end, valid_end), facts
+    return ends, facts
 
 
 def _times_at(events: Frame, ranks: tuple[int, ...]) -> list[int]:

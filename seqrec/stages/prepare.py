@@ -78,7 +78,8 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     with table_engines.opened(config.engine, sequences) as engine:
         events, users, items, dropped, cuts = _filter(engine, data, config)
         table = events.join(users.frame, on="user").join(items.frame.rename({"number": "item_number"}), on="item")
-        table = table.select(nw.col("number").alias("user"), nw.col("item_number").alias("item"), "timestamp", "row")
+        renumbered = {"user": nw.col("number"), "item": nw.col("item_number")}
+        table = table.select("timestamp", "row", *(["learnt"] if cuts else []), **renumbered)
         ends, facts = splits.ends(table, users.events, config, cuts)
         counts = _write(engine, sequences, table, ends, users, items, config)
     _write_negatives(sequences, ends, len(items), config)
@@ -183,18 +184,24 @@ def _numbered(coded: Coded, parts: Sequence[Frame], engine: Engine) -> Numbers:
 
 
 def _core(engine: Engine, events: Frame, cuts: Cuts, config: PrepareConfig) -> list[Frame]:
-    """Return the k-core of `events`; with `cuts`, that of events before the first cut, plus later events of its items.
+    """Return the k-core of `events`; with `cuts`, that of events before the first cut, plus other events of its items.
 
-    Events after the cut decide neither the catalogue nor the users to train on. Users outside the core keep their later
-    events; to the model, they are new users.
+    Events after the cut decide neither the catalogue nor the users to train on. Users outside the core who have later
+    events keep all their events, but none is `learnt`: to the model, they are new users with a history.
     """
     before = events if cuts is None else events.filter(nw.col("timestamp") < cuts[0])
     core = engine.store(k_core(before, config.min_user_events, config.min_item_events, engine.keep))
     if cuts is None:
         return [core]
-    later = events.filter(nw.col("timestamp") >= cuts[0])
-    items = engine.keep(core.select("item").unique())
-    return [core, engine.store(later.join(items, on="item", how="semi"))]
+    items, users = (engine.keep(core.select(column).unique()) for column in ("item", "user"))
+    known = events.join(items, on="item", how="semi")
+    later = known.filter(nw.col("timestamp") >= cuts[0])
+    outside = known.filter(nw.col("timestamp") < cuts[0]).join(users, on="user", how="anti")
+    read = outside.join(engine.keep(later.select("user").unique()), on="user", how="semi")
+    return [
+        core.with_columns(learnt=nw.lit(True)),
+        engine.store(nw.concat([read, later]).with_columns(learnt=nw.lit(False))),
+    ]
 
 
 def _code(engine: Engine, events: Frame, column: str, config: PrepareConfig) -> Coded:
@@ -249,10 +256,10 @@ def _write(
         "items": len(items),
         "events": int(ends.events.sum()),
         "train": int(ends.train_end.sum()),
-        "valid": int((ends.valid_end - ends.train_end).sum()),
+        "valid": int((ends.valid_end - ends.valid_start).sum()),
         "test": int((ends.events - ends.valid_end).sum()),
         "cold_items": int((count[1:] == 0).sum()),
-        "users_without_cases": int((ends.events == ends.train_end).sum()),
+        "users_without_cases": int((ends.events == ends.valid_start).sum()),
         "tied_events": tied,
     }
 

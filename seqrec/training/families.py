@@ -249,6 +249,7 @@ def train_parts(parts: Sequence[Sequences], config: PretrainConfig, *, validated
         times=torch.cat([part.times[c] for part, c in zip(parts, chosen, strict=True)]),
         start=start,
         train_stop=torch.where(held, start, stop),
+        valid_start=torch.where(held, start, stop),
         valid_stop=stop,
         stop=stop,
         count=torch.bincount(learnt, minlength=shift[-1] + 1),

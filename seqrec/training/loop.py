@@ -61,7 +61,7 @@ def fit(
         ValueError: there are no training or no validation cases.
     """
     contrast.check(config, model, stage)
-    if epochs is None and bool((data.valid_stop == data.train_stop).all()):
+    if epochs is None and bool((data.valid_stop == data.valid_start).all()):
         raise ValueError(
             "early stopping has no validation cases: check prepare.protocol, prepare.valid_share, prepare.sample_users "
             "and the k-core"

@@ -51,7 +51,9 @@ def ends_of(events, config):
 
 
 def rows_of(ends):
-    return list(zip(*(values.tolist() for values in ends), strict=True))
+    """Return the number of events, and the ends of training and validation, of each user."""
+    assert (ends.valid_start == ends.train_end).all()
+    return list(zip(ends.events.tolist(), ends.train_end.tolist(), ends.valid_end.tolist(), strict=True))
 
 
 @settings(max_examples=40, deadline=None)

@@ -201,6 +201,26 @@ def test_a_k_core_over_all_events_is_one_setting_away(tmp_path):
     assert cards["train"]["dropped"]["items outside the k-core"] == 1
 
 
+def test_events_of_users_outside_the_core_are_read_but_not_learnt(tmp_path):
+    """Before the cut at 80, `few` has one event of an item in the core and one of another; `left` never returns."""
+    rows = [(f"u{n % 4}", f"i{n % 3}", n) for n in range(80)] + [("few", "i1", 5), ("few", "odd", 6), ("left", "i1", 7)]
+    rows += [("few" if n % 2 else "u1", f"i{n % 3}", n) for n in range(80, 100)]
+    folder = prepare_rows(tmp_path, rows, protocol="temporal", test_share=0.09)
+    data, users, card = sequences.load(folder), names(folder, "users.parquet", "user_id"), read_json(folder / "split.json")
+    few, items = users.index("few"), names(folder, "vocabulary.parquet", "item_id")
+    valid, test = (sequences.cases(data, split) for split in ("valid", "test"))
+
+    assert (items, users) == (["i0", "i1", "i2"], ["u0", "u1", "u2", "u3", "few"])
+    assert data.start[few] == data.train_stop[few] == data.valid_start[few] - 1
+    assert data.items[int(data.start[few])] == items.index("i1") + 1
+    assert valid.position[valid.user == few][0] == data.valid_start[few]
+    assert len(valid) + len(test) == 20 == card["counts"]["valid"] + card["counts"]["test"]
+    assert int(data.count.sum()) == 80 == card["counts"]["train"]
+    assert (card["users_without_training"], card["events_only_read"]) == (1, 1)
+    refitted = sequences.trained_until(data, data.valid_stop)
+    assert (refitted.valid_start == data.valid_stop).all()
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     one, two = (prepare_rows(tmp_path / name, synthetic_rows()) for name in ("one", "two"))
 
