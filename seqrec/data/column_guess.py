@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -67,6 +68,7 @@ FORMATS = (  # tried for times that are neither numbers nor ISO 8601
     "%a %b %d %H:%M:%S %Y",
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S GMT"),
 )
+MOMENT = datetime(2021, 3, 4, 15, 6, 7, 8, UTC)  # of which every format has an example
 YEAR_S = 365 * DAY_S
 EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
@@ -380,9 +382,22 @@ def _is_date(values: pl.Series) -> bool:
 
 def _fitting(values: pl.Series, time_format: str = "") -> str | None:
     """Return the first format that fits the values; empty: numbers or ISO 8601; None: they are no times."""
-    formats = [time_format] if time_format else ["", *FORMATS]
     few = values.gather_every(max(1, len(values) // FEW))  # most formats fit none of them
+    formats = [time_format] if time_format else ["", *_formats_like(few)]
     return next((text for text in formats if _share_of_times(few, text) and _share_of_times(values, text) >= FIT), None)
+
+
+def _formats_like(values: pl.Series) -> list[str]:
+    """Return the formats whose examples have the signs between numbers and words that some values have."""
+    shapes = set(_shapes(values.cast(pl.String, strict=False)))
+    examples = pl.Series([MOMENT.strftime(text) for text in FORMATS])
+    return [text for text, shape in zip(FORMATS, _shapes(examples), strict=True) if shape in shapes]
+
+
+def _shapes(text: pl.Series) -> pl.Series:
+    """Return each text with 0 for a number, a for a word and -0 for an offset, without blanks."""
+    offsets = text.str.replace(r"[zZ]\s*$|[+-]\d\d:\d\d\s*$", "-0").str.replace_all("+", "-", literal=True)
+    return offsets.str.replace_all(r"\d+", "0").str.replace_all(r"\p{L}+", "a").str.replace_all(r"\s", "")
 
 
 def _share_of_times(values: pl.Series, time_format: str) -> float:
@@ -449,11 +464,11 @@ def _time_format(values: pl.Series, column: str) -> str:
     plain = _share_of_times(known, "")
     if plain >= FIT:
         return ""
-    shares = {text: _share_of_times(known, text) for text in FORMATS}
-    fitting = max(FORMATS, key=lambda text: shares[text])
+    shares = {FORMATS[0]: 0.0} | {text: _share_of_times(known, text) for text in _formats_like(known)}
+    fitting = max(shares, key=lambda text: shares[text])
     if 0 < plain >= shares[fitting]:
         return ""
-    times = {text: seconds(known, text) for text in FORMATS if shares[text] == shares[fitting] >= FIT}
+    times = {text: seconds(known, text) for text, share in shares.items() if share == shares[fitting] >= FIT}
     if times:  # days read as years would be of many years
         years = {text: (found // YEAR_S).n_unique() for text, found in times.items()}
         fitting = min(times, key=lambda text: years[text])

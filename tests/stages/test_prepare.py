@@ -206,7 +206,11 @@ def test_events_of_users_outside_the_core_are_read_but_not_learnt(tmp_path):
     rows = [(f"u{n % 4}", f"i{n % 3}", n) for n in range(80)] + [("few", "i1", 5), ("few", "odd", 6), ("left", "i1", 7)]
     rows += [("few" if n % 2 else "u1", f"i{n % 3}", n) for n in range(80, 100)]
     folder = prepare_rows(tmp_path, rows, protocol="temporal", test_share=0.09)
-    data, users, card = sequences.load(folder), names(folder, "users.parquet", "user_id"), read_json(folder / "split.json")
+    data, users, card = (
+        sequences.load(folder),
+        names(folder, "users.parquet", "user_id"),
+        read_json(folder / "split.json"),
+    )
     few, items = users.index("few"), names(folder, "vocabulary.parquet", "item_id")
     valid, test = (sequences.cases(data, split) for split in ("valid", "test"))
 

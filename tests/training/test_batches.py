@@ -62,7 +62,9 @@ def made_of(lengths: list[int]) -> Sequences:
     stop = (train + 2).cumsum(0)
     start = stop - train - 2
     items = torch.arange(1, int(stop[-1]) + 1, dtype=torch.int32)
-    return Sequences(items, items.long(), start, stop - 2, stop - 2, stop - 1, stop, torch.ones(len(items) + 1).long(), {})
+    return Sequences(
+        items, items.long(), start, stop - 2, stop - 2, stop - 1, stop, torch.ones(len(items) + 1).long(), {}
+    )
 
 
 def places(data: Sequences, chosen: Windows) -> set[tuple[int, int]]:
