@@ -7,6 +7,7 @@ It calls the stages of the pipeline, which keep their tables and weights in fold
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from rich.console import Console
 
@@ -25,6 +26,8 @@ from seqrec.commands import auto, run
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
+from seqrec.config.checks import check_value
+from seqrec.config.ranges import Count
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.optional import SelfSupervised
@@ -37,6 +40,7 @@ if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
 
 EVENTS, ITEMS, PLAN = "events.parquet", "items.parquet", "fit.json"
+logger = logging.getLogger(__name__)
 ARGUMENTS = {  # flag of `seqrec auto` -> argument here
     **{f"--{name}": f"{name}=" for name in ("user", "item", "title", "items", "time")},
     "--time-format": "time_format=",
@@ -83,6 +87,7 @@ class Dataset:
         Raises:
             ValueError: the log cannot be read or split, or `folder` holds another one.
         """
+        check_value("max_cases", Count, max_cases)
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
@@ -202,7 +207,7 @@ class Model:
         Raises:
             ValueError: no data set is known, or the model was trained on another one.
         """
-        if self._reports is not None and data in (None, self.data):
+        if self._reports is not None and (data is None or data is self.data):
             return Evaluation(self.name, read_json(self._reports / METRICS))
         data = self._dataset(data)
         with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
@@ -225,13 +230,18 @@ class Model:
         """
         import polars as pl
 
+        if not isinstance(k, SupportsIndex):
+            raise ValueError(f"k: expected a whole number, not {k!r:.40}")
         for name in ("exclude", "allow"):
             if wanted.get(name) is not None:
                 wanted[name] = _ids(wanted[name])
         if wanted.get("user") is not None:
             wanted["user"] = _ids([wanted["user"]])[0]
-        request = Request(history=_ids(history), k=k, **wanted)
+        request = Request(history=_ids(history), k=int(k), **wanted)
         answer = self.recommender.answer([request])[0]
+        if answer.unknown:
+            known = len(request.history) - answer.unknown
+            logger.warning("; ".join([f"the model knows {known} of {len(request.history)} events", *answer.notes]))
         columns = {"item": answer.items, "title": answer.titles, "score": answer.scores}
         table = pl.DataFrame(columns, schema={"item": pl.String, "title": pl.String, "score": pl.Float64})
         if not explain:
@@ -274,9 +284,9 @@ class Model:
         return target
 
     def _dataset(self, data: Dataset | None) -> Dataset:
-        if (found := data or self.data) is None:
+        if data is None and self.data is None:
             raise ValueError(f"data: {self.name} was loaded without its dataset: pass one, as in evaluate(data)")
-        return found
+        return _checked(self.data if data is None else data)
 
     def __repr__(self) -> str:
         """Return name, size and place."""
@@ -315,6 +325,7 @@ def fit(
     Raises:
         ValueError: a name or setting is wrong, or `folder` holds another training.
     """
+    data = _checked(data)
     if model in BASELINES:
         changed = {"minutes": minutes, "options": options, "pretrain": pretrain, "finetune": finetune, "seed": seed}
         return _baseline(data, model, [name for name, value in changed.items() if value is not None], folder)
@@ -403,14 +414,22 @@ def _working(folder: str | Path | None) -> tuple[Path, Any]:
     return Path(temporary.name).resolve(), temporary
 
 
+def _checked(data: Any) -> Dataset:
+    if not isinstance(data, Dataset):
+        raise ValueError(
+            f"data: expected a Dataset, not {type(data).__name__}: Dataset.from_frame makes one of a table"
+        )
+    return data
+
+
 def _ids(values: Iterable[Any]) -> list[str]:
     """Return ids in the form that `ingest` reads them in."""
     import polars as pl
 
     from seqrec.data.readers.row_checks import identifier
 
-    if isinstance(values, str):
-        raise ValueError(f"expected a list of ids, not the text {values!r:.40}")
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"expected a list of ids, not {values!r:.40}")
     return identifier(pl.Series([str(value) for value in values], dtype=pl.String)).to_list()
 
 

@@ -111,7 +111,7 @@ def test_the_table_has_values_and_intervals(model):
     assert f"{metrics['test/ndcg@10']:.4f}" in repr(model.evaluate())
 
 
-def test_recommendations_are_frames(data, model):
+def test_recommendations_are_frames(data, model, caplog):
     events = frame().filter(pl.col("Customer ID") == "u3").sort("bought_at")
     history = events["SKU"].to_list()
 
@@ -125,8 +125,24 @@ def test_recommendations_are_frames(data, model):
     assert any(because["drop"] for because in one["because"][0])
     assert model.recommend(["new"], k=2, explain=True)["because"][0].to_list() == [{"event": "new", "drop": 0.0}]
     assert "i3" not in model.recommend(["i2"], exclude=["i3"])["item"].to_list()
-    with pytest.raises(ValueError, match="expected a list of ids, not the text 'i3'"):
-        model.recommend("i3")
+    for wrong, message in (("i3", "not 'i3'"), (None, "not None")):
+        with pytest.raises(ValueError, match=f"expected a list of ids, {message}"):
+            model.recommend(wrong)
+    with pytest.raises(ValueError, match="k: expected a whole number, not '5'"):
+        model.recommend(["i3"], k="5")
+    caplog.clear()
+    model.recommend(["new", "i3"])
+    model.recommend(["i3"])
+    model.recommend(["new"])
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "the model knows 1 of 2 events",
+        "the model knows 0 of 1 events",
+    ]
+    for call in (model.evaluate, model.recommend_all, seqrec.fit):
+        with pytest.raises(ValueError, match=r"data: expected a Dataset, not DataFrame: Dataset\.from_frame makes one"):
+            call(frame())
+    with pytest.raises(ValueError, match="max_cases must be at least 0, not -1"):
+        seqrec.Dataset.from_frame(frame(), max_cases=-1)
 
 
 def test_a_saved_model_is_complete(data, model, tmp_path):

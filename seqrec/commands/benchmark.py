@@ -113,14 +113,14 @@ def benchmark(
 
 
 def _names(only: str, known: Sequence[str]) -> list[str]:
-    names = [name for name in only.split(",") if name]
+    names = [name.strip() for name in only.split(",") if name.strip()]
     if unknown := set(names) - set(known):
         raise ConfigError(f"--only: {', '.join(sorted(unknown))} not in `leaderboard`: {', '.join(known)}")
     return names
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
+    if not text.strip().isdecimal():
         raise ConfigError(f"--seeds: {text!r} is not a number; separate seeds by commas, as in 42,43,44")
     return int(text)
 

@@ -423,6 +423,14 @@ def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) ->
     return rows
 
 
+def existing(url: str, where: str) -> Store:
+    """Return a store that is read; raise ConfigError, which begins with `where`, if it would be a new SQLite file."""
+    file = Path(url.removeprefix("sqlite:///").partition("?")[0])
+    if url.startswith("sqlite:///") and not file.is_file():
+        raise ConfigError(f"{where}: there is no file {file}")
+    return Store(url)
+
+
 def collect(log: Path, url: str = "") -> int:
     """Add the views and buys that the store has received since the last call to the table `log`.
 
@@ -436,7 +444,7 @@ def collect(log: Path, url: str = "") -> int:
         The number of events added.
 
     Raises:
-        ConfigError: no store is named.
+        ConfigError: no store is named, or its file is missing.
         StoreError: the store does not answer.
     """
     import polars as pl  # the service needs none
@@ -446,7 +454,7 @@ def collect(log: Path, url: str = "") -> int:
     schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
     before = pl.read_parquet(log, glob=False) if log.is_file() else pl.DataFrame(schema=schema)
     since = before.select(pl.col("received").max().fill_null(0.0) - OVERLAP_S).item()
-    found = pl.DataFrame(list(Store(url).received(since)), schema=schema, orient="row")
+    found = pl.DataFrame(list(existing(url, VARIABLE).received(since)), schema=schema, orient="row")
     grown = pl.concat([before, found]).unique(COLUMNS, keep="first", maintain_order=True)
     write_table(log, grown.to_arrow(compat_level=pl.CompatLevel.oldest()))
     return grown.height - before.height

@@ -20,6 +20,7 @@ MAX_ITEMS = 1_000  # items of a list
 MAX_NEW_ITEMS, MAX_ATTRIBUTES = 100, 20  # items that a request describes, and attributes of each
 MAX_BYTES = 1_200  # of an id in the event store: PostgreSQL indexes two of them in 2,700 bytes, and no NUL
 AHEAD_S = 86_400.0  # seconds by which the clock of a sender may be ahead
+EARLIEST = 631_152_000  # 1990, the default of validate.min_date: earlier events would stop a retraining
 
 By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
@@ -195,8 +196,8 @@ class Explanation(BaseModel):
 
 
 def _has_happened(at: float) -> float:
-    if at > time.time() + AHEAD_S:
-        raise ValueError("the time is more than a day in the future; give seconds since 1970, UTC, not milliseconds")
+    if not EARLIEST <= at <= time.time() + AHEAD_S:
+        raise ValueError("the time is before 1990 or more than a day in the future; give seconds since 1970, UTC")
     return at
 
 
@@ -219,7 +220,7 @@ class UserEvent(Body):
         "view", description="`hide`: do not recommend this item to the user again"
     )
     at: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_has_happened)] | None = Field(
-        None, description="seconds since 1970, UTC, at most a day in the future; if absent, now"
+        None, description="seconds since 1970, UTC, not before 1990 and at most a day in the future; if absent, now"
     )
     recommendation_id: Stored | None = Field(None, description="id of the answer that showed the item")
 

@@ -493,6 +493,19 @@ def test_the_fast_way_reads_the_same(tmp_path, monkeypatch, text):
     assert pl.concat([block.bad for block in fast]).equals(pl.concat([block.bad for block in slow]))
 
 
+@pytest.mark.parametrize("odd", [["a", "b"], {"id": "a"}])
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_list_or_an_object_is_no_id(tmp_path, odd, place):
+    """Nor does one line with it hide the column of all the others."""
+    rows = [{"user_id": f"u{n % 3}", "item_id": f"i{n}", "timestamp": 1_600_000_000 + n} for n in range(10)]
+    rows[place]["user_id"] = odd
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert "user_id" in json_lines.keys(tmp_path / "log.jsonl")
+    (frame,) = json_lines.json_lines(tmp_path / "log.jsonl", {"user_id": pl.String})
+    assert frame["user_id"].to_list() == [None if n == place else f"u{n % 3}" for n in range(10)]
+
+
 def test_an_id_in_json_is_the_same_whichever_way_its_line_is_read():
     """A malformed line sends its whole block the slow way."""
     numbers = ["1.0", "1e5", "1E2", "1e22", "-0.0", "1.5", "1e-7", "12345678.9", "7", "123456789012345678901"]

@@ -117,6 +117,8 @@ def test_what_the_store_receives_is_collected_once(store, tmp_path, monkeypatch)
     log, url = tmp_path / "log.parquet", f"sqlite:///{tmp_path}/events.db"
     with pytest.raises(ConfigError, match="set the variable SEQREC_STORE to the URL of the event store"):
         module.collect(log)
+    with pytest.raises(ConfigError, match=r"SEQREC_STORE: there is no file .*missing\.db"):
+        module.collect(log, f"sqlite:///{tmp_path}/missing.db")
     assert module.collect(log, url) == 0
     assert pl.read_parquet(log).is_empty()
 
@@ -246,7 +248,15 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
 
         assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 5}
         assert ask(user="anna").json()["source"] == "popularity"
-        events = [{"item": ""}, {"kind": "sell"}, {"at": -1}, {"at": 99e9}, {"at": now + 2 * DAY}, {"user": "\0"}]
+        events = [
+            {"item": ""},
+            {"kind": "sell"},
+            {"at": -1},
+            {"at": 5},
+            {"at": 99e9},
+            {"at": now + 2 * DAY},
+            {"user": "\0"},
+        ]
         for wrong in [*events, {"more": 1}]:
             assert send({**first, **wrong}).status_code == 422
         for wrong in ({}, {"k": 3}, {"user": "anna", "times": [1]}):

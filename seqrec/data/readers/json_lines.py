@@ -21,7 +21,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 def keys(path: Path) -> list[str]:
     """Return the keys of the first objects of a file with an object per line; none if the file is no such file.
 
-    `user.id` is the key `id` of the object `user`. Keys whose values are lists, or objects in objects, are left out.
+    `user.id` is the key `id` of the object `user`. Keys with nothing but lists, or objects in objects, are left out.
 
     Raises:
         ValueError: the file is one JSON array, or an object spans several lines.
@@ -39,7 +39,8 @@ def keys(path: Path) -> list[str]:
         raise ValueError(f"{path.name}: no line is a JSON object: write each object on a line of its own")
     flat = [_flattened(value) for value in objects]
     nested = {key for value in (*objects, *flat) for key in value if isinstance(value[key], (list, dict))}
-    return [key for key in dict.fromkeys(key for value in flat for key in value) if key not in nested]
+    single = {key for value in flat for key in value if not isinstance(value[key], (list, dict, type(None)))}
+    return [key for key in dict.fromkeys(key for value in flat for key in value) if key in single or key not in nested]
 
 
 def _flattened(value: dict[str, Any]) -> dict[str, Any]:
@@ -119,8 +120,10 @@ def _object(text: str) -> Any:
 def _as_strings(value: Any, kind: Any) -> Any:
     if isinstance(kind, pl.List):
         return [_as_strings(part, kind.inner) for part in value] if isinstance(value, list) else None
-    if value is None or isinstance(value, bool):
-        return None if value is None else str(value).lower()
+    if value is None or isinstance(value, (list, dict)):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):  # as `_decoded` writes numbers: 1 for 1.0, no exponents
         return format(Decimal(repr(value)), "f").removesuffix(".0")
     # A lone surrogate is valid JSON but not valid text; `row_checks` reports U+FFFD in an id.
