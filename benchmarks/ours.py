@@ -31,7 +31,7 @@ TIMED_EPOCH = 1  # counted from 0: the one before warms up, the one after ends w
 def load(directory: Path, users: int) -> Sequences:
     """Read the prepared dataset, its first `users` users (0 = all)."""
     data = sequences.load(directory)
-    names = ("start", "train_stop", "valid_stop", "stop")
+    names = ("start", "train_stop", "valid_start", "valid_stop", "stop")
     return replace(data, **{name: getattr(data, name)[: users or None] for name in names})
 
 

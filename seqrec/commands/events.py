@@ -14,7 +14,7 @@ from rich.table import Table
 from seqrec.config import ConfigError
 from seqrec.config.checks import suggestion
 from seqrec.serving import experiment
-from seqrec.serving.events import KINDS, POSITIVE, VARIABLE, Store, dump, existing, store_url
+from seqrec.serving.events import KINDS, POSITIVE, VARIABLE, Store, dump, missing, store_url
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ def events(
     url = store_url(store)
     if not url:
         raise ConfigError(f"name the store with --store or {VARIABLE}")
-    opened = Store(url) if action == "import" else existing(url, "--store")
+    if action != "import" and (file := missing(url)):
+        raise ConfigError(f"--store: there is no file {file}")
+    opened = Store(url)
     if action == "compare":
         return _compare(opened, [version.strip() for version in versions.split(",")])
     if action == "import":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from seqrec.data import stores
 from seqrec.redaction import redacted
 from seqrec.tracking.runs import advice_on, first_line, is_cut_short
 
+logger = logging.getLogger(__name__)
 VARIABLE = "SEQREC_STORE"  # of the environment: the URL, which may hold a password
 EXPECTED = f"expected sqlite:///FILE or postgresql+psycopg://... as --store or {VARIABLE}"
 HIDE, POSITIVE = "hide", ("view", "buy")  # kinds of events
@@ -423,12 +425,10 @@ def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) ->
     return rows
 
 
-def existing(url: str, where: str) -> Store:
-    """Return a store that is read; raise ConfigError, which begins with `where`, if it would be a new SQLite file."""
+def missing(url: str) -> Path | None:
+    """Return the SQLite file of a store that does not exist yet."""
     file = Path(url.removeprefix("sqlite:///").partition("?")[0])
-    if url.startswith("sqlite:///") and not file.is_file():
-        raise ConfigError(f"{where}: there is no file {file}")
-    return Store(url)
+    return file if url.startswith("sqlite:///") and not file.is_file() else None
 
 
 def collect(log: Path, url: str = "") -> int:
@@ -444,7 +444,7 @@ def collect(log: Path, url: str = "") -> int:
         The number of events added.
 
     Raises:
-        ConfigError: no store is named, or its file is missing.
+        ConfigError: no store is named.
         StoreError: the store does not answer.
     """
     import polars as pl  # the service needs none
@@ -454,7 +454,10 @@ def collect(log: Path, url: str = "") -> int:
     schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
     before = pl.read_parquet(log, glob=False) if log.is_file() else pl.DataFrame(schema=schema)
     since = before.select(pl.col("received").max().fill_null(0.0) - OVERLAP_S).item()
-    found = pl.DataFrame(list(existing(url, VARIABLE).received(since)), schema=schema, orient="row")
+    if file := missing(url):
+        logger.warning("%s: there is no file %s: no service has received events in it yet", VARIABLE, file)
+    received = [] if file else list(Store(url).received(since))
+    found = pl.DataFrame(received, schema=schema, orient="row")
     grown = pl.concat([before, found]).unique(COLUMNS, keep="first", maintain_order=True)
     write_table(log, grown.to_arrow(compat_level=pl.CompatLevel.oldest()))
     return grown.height - before.height
