@@ -196,8 +196,8 @@ class Explanation(BaseModel):
 
 
 def _has_happened(at: float) -> float:
-    if not EARLIEST <= at <= time.time() + AHEAD_S:
-        raise ValueError("the time is before 1990 or more than a day in the future; give seconds since 1970, UTC")
+    if at > time.time() + AHEAD_S:
+        raise ValueError("the time is more than a day in the future; give seconds since 1970, UTC, not milliseconds")
     return at
 
 
@@ -219,7 +219,7 @@ class UserEvent(Body):
     kind: Literal["view", "buy", "hide"] = Field(
         "view", description="`hide`: do not recommend this item to the user again"
     )
-    at: Annotated[FiniteFloat, Field(ge=0), AfterValidator(_has_happened)] | None = Field(
+    at: Annotated[FiniteFloat, Field(ge=EARLIEST), AfterValidator(_has_happened)] | None = Field(
         None, description="seconds since 1970, UTC, not before 1990 and at most a day in the future; if absent, now"
     )
     recommendation_id: Stored | None = Field(None, description="id of the answer that showed the item")
