@@ -113,7 +113,7 @@ def baselines(
             f"{most:,}",
             f"{prepared.num_items:,}",
         )
-    values = {}
+    values, tables = {}, Tables(prepared)  # PCTM and Sequential Rules read the same counts
     for name in names:
         folder = artifacts / name / "finetuned"
         for place in (folder, reports / name):
@@ -124,7 +124,7 @@ def baselines(
                 write_text(place / LEFT_OUT, reason)  # DVC tracks the folder, and warns of empty ones
             continue
         files = catalogue_files(sequences, data / ITEMS)
-        write(name, prepared, sequences, folder, files, filter_seen=filter_seen)
+        write(name, tables, sequences, folder, files, filter_seen=filter_seen)
         if config.refit != "none":
             rewrite(sequences, load_checkpoint(folder), folder / REFITTED, until=config.refit)
         metrics = evaluate(
@@ -168,7 +168,7 @@ def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: st
     vocabulary = recounted(finetuned.vocabulary, fitted.count)
     return write(
         card["model"],
-        fitted,
+        Tables(fitted),
         sequences,
         refitted,
         {**finetuned.files, VOCABULARY: vocabulary},
@@ -180,7 +180,7 @@ def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: st
 
 def write(
     name: str,
-    data: Sequences,
+    tables: Tables,
     sequences: Path,
     output: Path,
     files: Mapping[str, bytes],
@@ -189,11 +189,11 @@ def write(
     chosen: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Compute a baseline on the training events of `data`, and write it in the form of any trained model.
+    """Compute a baseline on the training events of a dataset, and write it in the form of any trained model.
 
     Args:
         name: one of BASELINES.
-        data: the prepared dataset.
+        tables: count tables of the prepared dataset.
         sequences: its folder.
         output: folder that receives the model.
         files: vocabulary and users.
@@ -204,9 +204,8 @@ def write(
     Returns:
         The seconds that it took.
     """
-    began = time.monotonic()
-    tables, start = Tables(data), start_of(name, data)
-    net = network(name, data)
+    began, data = time.monotonic(), tables.data
+    start, net = start_of(name, data), network(name, data)
     settings, entry = start, asdict(start) if start else {}
     if chosen:
         settings, entry = counts_config(chosen), dict(chosen)

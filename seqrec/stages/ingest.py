@@ -244,6 +244,8 @@ def _write_items(
     if not frames:
         return tally
     items = pl.concat(frames).unique("item_id", keep="first", maintain_order=True)
+    if again := tally.good - len(items):
+        logger.warning("items: %s rows repeat the id of an earlier row and are not used", f"{again:,}")
     attributes = [pa.field(name, pa.string()) for name in items.columns if name not in ("item_id", "title")]
     schema = pa.schema([*artifacts.ITEMS_SCHEMA, *attributes])
     artifacts.write_table(output / artifacts.ITEMS, _arrow(items, schema))

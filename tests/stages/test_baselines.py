@@ -13,6 +13,7 @@ from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_jso
 from seqrec.config import EvaluateConfig
 from seqrec.counts import ease, term
 from seqrec.counts.ease import ease_weights
+from seqrec.counts.search import Tables
 from seqrec.data import sequences
 from seqrec.serving import approximate_search, onnx_graph
 from seqrec.serving.onnx_engine import OnnxEngine
@@ -85,7 +86,7 @@ def user_items(data):
 def scores_of(name, tables, folder, history):
     """The scores of items 1, 2, ... after a history of item numbers, as the service gives them."""
     data = sequences.load(tables)
-    write(name, data, tables, folder, catalogue_files(tables), filter_seen=False)
+    write(name, Tables(data), tables, folder, catalogue_files(tables), filter_seen=False)
     recommender = Recommender.load(folder)
     answer = recommender.recommend([recommender.item_ids[item - 1] for item in history], k=data.num_items)
     assert answer.source == name

@@ -54,7 +54,7 @@ SMALL = {
 }
 
 
-def test_ingest_writes_what_its_docstring_says(tmp_path):
+def test_ingest_writes_what_its_docstring_says(tmp_path, caplog):
     mirror = put(tmp_path / "mirror", **SMALL)
     counts = run(tmp_path, source="ml-latest-small", mirror=str(mirror), max_bad_share=0.25)
     out = tmp_path / "out"
@@ -83,6 +83,7 @@ def test_ingest_writes_what_its_docstring_says(tmp_path):
     assert card["source"] == "ml-latest-small"
     assert "research use" in card["licence"]
     assert card["counts"] == counts
+    assert "items: 1 rows repeat the id of an earlier row and are not used" in caplog.messages
     assert card["reference"] == {"rows": 100_836, "users": 610, "items": 9_724}
     assert card["files"][0] == {
         "role": "interactions",
