@@ -29,6 +29,7 @@ from torch import Tensor
 from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
+from seqrec.counts.search import Tables
 from seqrec.data import sequences
 from seqrec.data.item_tokens import read_texts
 from seqrec.data.sequences import Sequences
@@ -111,7 +112,7 @@ def _count(params: Params, data: Sequences, folder: Path, out: Path, share: floa
     """Evaluate PCTM with the training events in `data` on the cases in `folder`; return the name of its report."""
     name = f"pctm_{100 * share:03.0f}"
     saved, filter_seen = out / "artifacts" / name / "finetuned", params.filters_seen()
-    write("pctm", data, folder, saved, catalogue_files(folder, folder.parent / ITEMS), filter_seen=filter_seen)
+    write("pctm", Tables(data), folder, saved, catalogue_files(folder, folder.parent / ITEMS), filter_seen=filter_seen)
     evaluate(
         model=name,
         sequences=folder,
