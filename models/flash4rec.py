@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
+from seqrec.models.base import PAD, Batch, Catalogue, TaskLoss, require
 from seqrec.models.layers import BUCKETS, Dropout, asked_at, attend, attention_bias, draws, initialise, time_bucket
+from seqrec.models.words import ReadsWords, WordOptions
 
 ROUTING = ("balance", "busiest_expert", "idlest_expert", "router_entropy")  # eq. 11 without lambda, two shares, nats
 Activation = Literal["silu", "sigmoid"]
@@ -44,7 +45,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "si
 
 
 @dataclass(frozen=True, kw_only=True)
-class FLASH4RecOptions(Options):
+class FLASH4RecOptions(WordOptions):
     """Options of FLASH4Rec."""
 
     d_model: int = 64
@@ -54,9 +55,6 @@ class FLASH4RecOptions(Options):
     dropout: float = 0.2  # dropout of embeddings and residual branches
     activation: Activation = "silu"  # sigma in eqs. 1, 4 and 5; the paper does not name it
     user_gate: bool = True  # false: without the user's half of eq. 5
-    attribute_values: int = 0  # maximum number of words that are read of an item's text; words of one item do not count
-    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
-    id_dropout: float = 0.0  # share of items known by their words alone, drawn anew at each use in training
     request_time: bool = False  # read the time of the request, which is the target's time in training and evaluation
     user_dropout: float = 0.0  # share of training sequences with the user replaced by the unknown user
     norm: Literal["pre", "post"] = "pre"
@@ -77,9 +75,7 @@ class FLASH4RecOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "d_value", "d_expert", "d_router", "layers", "topk_dropout_k")
-        self.at_least(0, "heads", "jitter", "balance", "attribute_values")
-        if not self.attribute_values:
-            self.check_unused("attribute_values is 0", "attributes", "id_dropout")
+        self.at_least(0, "heads", "jitter", "balance")
         require(
             self.d_shared >= 2 and self.d_shared % 2 == 0, "d_shared must be even: rotary positions pair dimensions"
         )
@@ -328,32 +324,6 @@ class FeedForward(nn.Module):
         return self.outer(F.gelu(self.inner(x_BLD))), x_BLD.new_zeros(len(ROUTING))
 
 
-class Words(nn.Module):
-    """The vectors of an item's words, summed and divided by the square root of their number."""
-
-    value_VM: Tensor
-
-    def __init__(self, value_VM: Tensor, d_model: int) -> None:
-        super().__init__()
-        self.register_buffer("value_VM", value_VM, persistent=False)
-        self.vectors = nn.Embedding(int(value_VM.max()) + 1, d_model, padding_idx=PAD)
-
-    def forward(self, items: Tensor) -> Tensor:
-        """Return the vectors (..., D) of `items` (...); 0 for items without words."""
-        if torch.compiler.is_exporting():  # a graph cannot choose words, nor distinct items
-            value_M = self.value_VM[items].long()
-            number_1 = (value_M != PAD).sum(-1, keepdim=True).clamp(min=1)
-            out: Tensor = self.vectors(value_M).sum(-2) * number_1.rsqrt()
-            return out
-        distinct_N, place = items.unique(return_inverse=True)
-        value_NM = self.value_VM[distinct_N]
-        word_NM = value_NM != PAD
-        number_N1 = word_NM.sum(1, keepdim=True).clamp(min=1)
-        word_WD = self.vectors(value_NM[word_NM].long())
-        sum_ND = word_WD.new_zeros(len(distinct_N), word_WD.shape[1]).index_add(0, word_NM.nonzero()[:, 0], word_WD)
-        return F.embedding(place, sum_ND * number_N1.rsqrt())
-
-
 class Block(nn.Module):
     """Gated attention and experts, each with a residual connection and layer norm."""
 
@@ -379,7 +349,7 @@ class Block(nn.Module):
         return x_BLD if self.pre_norm else self.norm_experts(x_BLD), routing
 
 
-class FLASH4Rec(SequenceModel):
+class FLASH4Rec(ReadsWords):
     """Blocks of user-aware gated attention and sparse experts over the user's items."""
 
     Options = FLASH4RecOptions
@@ -391,12 +361,6 @@ class FLASH4Rec(SequenceModel):
     def __init__(self, options: FLASH4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
         d_model = options.d_model
-        self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, d_model, padding_idx=PAD)
-        self.words = None
-        if options.attribute_values:
-            if catalogue.tokens is None:
-                raise ValueError("attribute_values: the dataset has no text of items; set it to 0")
-            self.words = Words(F.pad(catalogue.tokens["values"], (0, 0, 0, options.masked)), d_model)  # MASK has none
         self.users = nn.Embedding(catalogue.num_users + 1, d_model) if options.user_gate else None
         self.by_time = nn.Embedding(BUCKETS + 1, d_model) if options.request_time else None
         self.dropout = Dropout(options.dropout)
@@ -420,8 +384,8 @@ class FLASH4Rec(SequenceModel):
 
     @classmethod
     def needs_of(cls, options: FLASH4RecOptions) -> frozenset[str]:
-        read = {"user": options.user_gate, "times": options.request_time, "attributes": options.attribute_values > 0}
-        return frozenset(name for name, wanted in read.items() if wanted)
+        read = {"user": options.user_gate, "times": options.request_time}
+        return super().needs_of(options) | {name for name, wanted in read.items() if wanted}
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         return self._encode(batch, last)[0]
@@ -430,7 +394,7 @@ class FLASH4Rec(SequenceModel):
         """Return queries, and each layer's `ROUTING`."""
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
-        x_BLD = self._vectors(batch.items)
+        x_BLD = self.vectors(batch.items)
         if not self.options.prediction_head:
             x_BLD = x_BLD * self.options.d_model**0.5
         if self.by_time is not None:
@@ -451,24 +415,6 @@ class FLASH4Rec(SequenceModel):
         if not self.training or p == 0:
             return user_B
         return user_B * (torch.rand(user_B.shape, device=user_B.device) >= p)
-
-    def item_vectors(self) -> Tensor:
-        if self.words is not None:
-            return self._vectors(torch.arange(self.catalogue.num_items + 1, device=self.items.weight.device))
-        return self.items.weight[: self.catalogue.num_items + 1] if self.options.masked else self.items.weight
-
-    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
-        return self._vectors(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
-
-    def _vectors(self, items: Tensor) -> Tensor:
-        """Return the vectors (..., D) of `items` (...): a vector of their own, plus that of their words."""
-        x: Tensor = self.items(items)
-        if self.words is None:
-            return x
-        if self.training and self.options.id_dropout:
-            x = x * (torch.rand_like(x[..., :1]) >= self.options.id_dropout)
-        words: Tensor = self.words(items)
-        return x + words
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; adds the load-balancing term, and figures of the routing."""

@@ -19,12 +19,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel
+from seqrec.models.base import PAD, Batch, Catalogue, require
 from seqrec.models.layers import Dropout, initialise
+from seqrec.models.words import ReadsWords, WordOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRU4RecOptions(Options):
+class GRU4RecOptions(WordOptions):
     """Options of GRU4Rec."""
 
     d_model: int = 64  # width of item vectors
@@ -36,6 +37,7 @@ class GRU4RecOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "d_state", "layers")
+        require(not (self.item_bias and self.attribute_values), "item_bias: set it to false, or attribute_values to 0")
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
@@ -46,7 +48,7 @@ def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
     return x_BLD[torch.arange(x_BLD.shape[0], device=x_BLD.device).unsqueeze(1), index_BL]
 
 
-class GRU4Rec(SequenceModel):
+class GRU4Rec(ReadsWords):
     """Gated recurrent units over the user's most recent items."""
 
     Options = GRU4RecOptions
@@ -55,7 +57,6 @@ class GRU4Rec(SequenceModel):
 
     def __init__(self, options: GRU4RecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.biased = options.item_bias
         self.bias = nn.Parameter(torch.zeros(catalogue.num_items + 1)) if options.item_bias else None
         widths = [options.d_model] + [options.d_state] * options.layers
@@ -67,7 +68,7 @@ class GRU4Rec(SequenceModel):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         real_BL = batch.items != PAD
         padding_B = (~real_BL).sum(1)
-        x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
+        x_BLD = self.dropout(self.vectors(batch.items) * self.options.d_model**0.5)
         state_BLG = roll(x_BLD, padding_B)  # moves padding to the end, so that the state is zero where a history begins
         for layer in self.layers:
             # an exported graph needs the start, with a size that it can trace
@@ -78,6 +79,5 @@ class GRU4Rec(SequenceModel):
         return query_BPD if self.bias is None else torch.cat([query_BPD, torch.ones_like(query_BPD[..., :1])], -1)
 
     def item_vectors(self) -> Tensor:
-        if self.bias is None:
-            return self.items.weight
-        return torch.cat([self.items.weight, self.bias.unsqueeze(1)], 1)
+        item_VD = super().item_vectors()
+        return item_VD if self.bias is None else torch.cat([item_VD, self.bias.unsqueeze(1)], 1)

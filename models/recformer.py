@@ -39,9 +39,9 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from seqrec.models.base import Batch, Catalogue, Objective, TaskLoss, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
+from seqrec.models.layers import INIT_STD, AttentionOptions, Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsTokens
-from seqrec.models.sasrec import Block, SASRecOptions
+from seqrec.models.sasrec import Block
 from seqrec.models.text_encoder import Block as TextBlock
 from seqrec.models.text_encoder import Encoder, ItemTexts, TextEncoderOptions, WordHead, frozen_copy
 
@@ -263,7 +263,7 @@ class HistoryEncoder(nn.Module):
 
     def __init__(self, options: RecformerOptions) -> None:
         super().__init__()
-        sizes = SASRecOptions(
+        sizes = AttentionOptions(
             d_model=options.d_history,
             layers=HISTORY_LAYERS,
             heads=HISTORY_HEADS,

@@ -14,19 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel
+from seqrec.models.base import Batch, Catalogue
 from seqrec.models.layers import AttentionOptions, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
+from seqrec.models.words import ReadsWords, WordOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecOptions(AttentionOptions):
+class SASRecOptions(AttentionOptions, WordOptions):
     """Options of SASRec."""
 
 
 class Block(nn.Module):
     """Attention with normalised queries, then a point-wise network (paper, section 3.2)."""
 
-    def __init__(self, options: SASRecOptions, attention: nn.Module | None = None) -> None:
+    def __init__(self, options: AttentionOptions, attention: nn.Module | None = None) -> None:
         super().__init__()
         width = options.block_width
         self.norm_query = nn.LayerNorm(width)
@@ -46,7 +47,7 @@ class Block(nn.Module):
         return out
 
 
-class SASRec(SequenceModel):
+class SASRec(ReadsWords):
     """Causal self-attention over the user's most recent items."""
 
     Options = SASRecOptions
@@ -56,7 +57,6 @@ class SASRec(SequenceModel):
 
     def __init__(self, options: SASRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
-        self.items = nn.Embedding(catalogue.num_items + 1, options.d_model, padding_idx=PAD)
         self.positions = nn.Parameter(torch.empty(options.length, options.d_model).normal_(std=0.02))
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
@@ -67,7 +67,7 @@ class SASRec(SequenceModel):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
-        x_BLD = self.items(batch.items) * self.scale + self.positions[-length:]
+        x_BLD = self.vectors(batch.items) * self.scale + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out

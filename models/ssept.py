@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel, require
-from seqrec.models.layers import INIT_STD, Dropout, attention_bias, initialise, run_blocks
-from seqrec.models.sasrec import Block, SASRecOptions
+from seqrec.models.layers import INIT_STD, AttentionOptions, Dropout, attention_bias, initialise, run_blocks
+from seqrec.models.sasrec import Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSEPTOptions(SASRecOptions):
+class SSEPTOptions(AttentionOptions):
     """Options of SSE-PT; blocks are d_model + d_user wide."""
 
     d_user: int = 16  # width of user vectors

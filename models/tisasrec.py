@@ -22,12 +22,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Batch, Catalogue, SequenceModel
-from seqrec.models.layers import INIT_STD, Dropout, MultiHeadAttention, attention_bias, initialise, run_blocks
-from seqrec.models.sasrec import Block, SASRecOptions
+from seqrec.models.layers import (
+    INIT_STD,
+    AttentionOptions,
+    Dropout,
+    MultiHeadAttention,
+    attention_bias,
+    initialise,
+    run_blocks,
+)
+from seqrec.models.sasrec import Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiSASRecOptions(SASRecOptions):
+class TiSASRecOptions(AttentionOptions):
     """Options of TiSASRec."""
 
     max_interval: int = 256  # k of the paper: longer intervals are cut to this

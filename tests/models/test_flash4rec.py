@@ -56,35 +56,6 @@ def test_gated_attention_equals_numpy(phi):
         np.testing.assert_allclose(got[m], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["causal", "cloze"])
-def test_an_items_vector_is_its_own_plus_its_words_over_the_root_of_their_number(objective):
-    model = make_model("flash4rec", attribute_values=3, objective=objective).eval()
-    value_VM = model.words.value_VM
-    value_VM[4], value_VM[5] = torch.tensor([7, 2, 9]), 0  # item 5 has no words
-
-    vectors = model.item_vectors()
-
-    own, word = model.items.weight, model.words.vectors.weight
-    torch.testing.assert_close(vectors[4], own[4] + (word[7] + word[2] + word[9]) / 3**0.5)
-    torch.testing.assert_close(vectors[[0, 5]], own[[0, 5]])
-    some = torch.tensor([[4, 1], [4, 0]])
-    torch.testing.assert_close(model.vectors_of(some), vectors[some])
-    moved = model(make_batch([[3, 4]]))[:, -1].sum() + model.item_vectors()[4].sum()
-    gradient = torch.autograd.grad(moved, word)[0]
-    assert set(gradient.any(1).nonzero().flatten().tolist()) == {7, 2, 9, *value_VM[3][value_VM[3] > 0].tolist()}
-
-
-def test_without_its_own_vector_an_item_is_its_words():
-    model = make_model("flash4rec", num_items=2_000, attribute_values=3, id_dropout=0.25).train()
-    own, vectors = model.items.weight[1:], model.item_vectors()[1:]
-
-    words = vectors - own  # of the items that keep their own vector
-    dropped = ~torch.isclose(words, model.words(torch.arange(1, 2_001)), atol=1e-6).all(1)
-
-    assert 0.2 < dropped.float().mean() < 0.3
-    torch.testing.assert_close(vectors[dropped], model.words(torch.arange(1, 2_001))[dropped])
-
-
 def test_the_time_of_a_request_changes_the_queries_from_its_event_on():
     model = make_model("flash4rec", request_time=True, topk_dropout=0.0).eval()
     torch.nn.init.normal_(model.by_time.weight)

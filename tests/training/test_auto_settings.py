@@ -99,9 +99,10 @@ def test_sparse_logs_get_one_layer_and_no_vectors_of_users():
     assert auto.options("flash4rec", shape(users=50_000, median=60))["user_gate"] is True
 
 
-def test_words_are_read_where_items_have_text_and_few_events():
+@pytest.mark.parametrize("name", ["flash4rec", "sasrec", "gru4rec"])
+def test_words_are_read_where_items_have_text_and_few_events(name):
     def words(items, described=True):
-        found = auto.options("flash4rec", replace(shape(items=items), described=described))  # 30,000 events
+        found = auto.options(name, replace(shape(items=items), described=described))  # 30,000 events
         return found["attribute_values"], found["id_dropout"]
 
     assert (words(1_001), words(1_000), words(1_001, described=False)) == ((32, 0.2), (0, 0.0), (0, 0.0))

@@ -1,0 +1,95 @@
+"""Item vectors that also read the words of the items' text: items with few events share what their words have learnt.
+
+Shape suffixes, besides those of base.py: M words of an item, W words that are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqrec.models.base import PAD, Catalogue, Options, SequenceModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordOptions(Options):
+    """Options of models that can read the words of the items."""
+
+    attribute_values: int = 0  # maximum number of words that are read of an item's text; words of one item do not count
+    attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
+    id_dropout: float = 0.0  # share of items known by their words alone, drawn anew at each use in training
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(0, "attribute_values")
+        if not self.attribute_values:
+            self.check_unused("attribute_values is 0", "attributes", "id_dropout")
+
+
+class Words(nn.Module):
+    """The vectors of an item's words, summed and divided by the square root of their number."""
+
+    value_VM: Tensor
+
+    def __init__(self, value_VM: Tensor, d_model: int) -> None:
+        super().__init__()
+        self.register_buffer("value_VM", value_VM, persistent=False)
+        self.vectors = nn.Embedding(int(value_VM.max()) + 1, d_model, padding_idx=PAD)
+
+    def forward(self, items: Tensor) -> Tensor:
+        """Return the vectors (..., D) of `items` (...); 0 for items without words."""
+        if torch.compiler.is_exporting():  # a graph cannot choose words, nor distinct items
+            value_M = self.value_VM[items].long()
+            number_1 = (value_M != PAD).sum(-1, keepdim=True).clamp(min=1)
+            out: Tensor = self.vectors(value_M).sum(-2) * number_1.rsqrt()
+            return out
+        distinct_N, place = items.unique(return_inverse=True)
+        value_NM = self.value_VM[distinct_N]
+        word_NM = value_NM != PAD
+        number_N1 = word_NM.sum(1, keepdim=True).clamp(min=1)
+        word_WD = self.vectors(value_NM[word_NM].long())
+        sum_ND = word_WD.new_zeros(len(distinct_N), word_WD.shape[1]).index_add(0, word_NM.nonzero()[:, 0], word_WD)
+        return F.embedding(place, sum_ND * number_N1.rsqrt())
+
+
+class ReadsWords(SequenceModel):
+    """A model whose item vectors are those of a table `items`, plus those of the words with `attribute_values`."""
+
+    items: nn.Embedding
+
+    def __init__(self, options: Any, catalogue: Catalogue) -> None:
+        super().__init__(options, catalogue)
+        self.items = nn.Embedding(catalogue.num_items + 1 + options.masked, options.d_model, padding_idx=PAD)
+        self.words = None
+        if options.attribute_values:
+            if catalogue.tokens is None:
+                raise ValueError("attribute_values: the dataset has no text of items; set it to 0")
+            value_VM = F.pad(catalogue.tokens["values"], (0, 0, 0, options.masked))  # MASK has none
+            self.words = Words(value_VM, options.d_model)
+
+    @classmethod
+    def needs_of(cls, options: Any) -> frozenset[str]:
+        return frozenset({"attributes"} if options.attribute_values else ())
+
+    def item_vectors(self) -> Tensor:
+        size = self.catalogue.num_items + 1
+        if self.words is not None:
+            return self.vectors(torch.arange(size, device=self.items.weight.device))
+        return self.items.weight[:size] if self.options.masked else self.items.weight
+
+    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
+        return self.vectors(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
+
+    def vectors(self, items: Tensor) -> Tensor:
+        """Return the vectors (..., D) of `items` (...): a vector of their own, plus that of their words."""
+        x: Tensor = self.items(items)
+        if self.words is None:
+            return x
+        if self.training and self.options.id_dropout:
+            x = x * (torch.rand_like(x[..., :1]) >= self.options.id_dropout)
+        words: Tensor = self.words(items)
+        return x + words
