@@ -30,6 +30,7 @@ pytest.importorskip("onnxscript")
 LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "sasrec", "ssept", "zesrec"}
 OPTIONS = {
     "flash4rec": {"request_time": True, "attribute_values": 3},
+    "gru4rec": {"attribute_values": 3},
     "fpmc": {"members": 2, "length": 1},  # an ensemble, and a history of one length alone
     "strec": {"layers": 2},
 }
