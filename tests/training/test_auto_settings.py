@@ -108,6 +108,13 @@ def test_words_are_read_where_items_have_text_and_few_events(name):
     assert (words(1_001), words(1_000), words(1_001, described=False)) == ((32, 0.2), (0, 0.0), (0, 0.0))
 
 
+def test_flash4rec_learns_words_at_a_lower_rate():
+    described = replace(shape(items=1_001), described=True)
+    entries = (model_settings("flash4rec", described, options=given) for given in ({}, {"attribute_values": 0}))
+
+    assert [entry["finetune"]["learning_rate"] for entry in entries] == [1e-3, 3e-3]
+
+
 def test_an_option_without_a_rule_cannot_be_auto():
     params = from_dict({"dataset": "mine", "models": {"sasrec": {"options": {"length": "auto", "heads": "auto"}}}})
 
