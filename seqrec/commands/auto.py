@@ -52,7 +52,7 @@ PLAN = "auto.json"
 CARD = "model-card.md"
 MODELS = ("flash4rec", "sasrec", "recformer", "gru4rec")  # the order of training; the first model is always trained
 RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
-WORD_RATES = {"flash4rec": 1e-3}  # where it reads words; of ids alone, it learns as well with either
+WORD_RATES = {"flash4rec": 1e-3}  # with words, whose vectors add up in that of an item
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
     # a history as a sequence of items, each the mean of its words' vectors
