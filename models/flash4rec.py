@@ -394,7 +394,7 @@ class FLASH4Rec(ReadsWords):
         """Return queries, and each layer's `ROUTING`."""
         real_BL = batch.items != PAD
         bias_BLL = attention_bias(batch.items, causal=self.options.objective == "causal")
-        x_BLD = self.vectors(batch.items)
+        x_BLD = self.embed(batch.items)
         if not self.options.prediction_head:
             x_BLD = x_BLD * self.options.d_model**0.5
         if self.by_time is not None:

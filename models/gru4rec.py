@@ -6,7 +6,8 @@ Differs from the paper in these places:
 - every position of a window has a target, and the state starts at zero in each window; there are no parallel sessions
   whose states are carried from batch to batch;
 - the input embedding of items is also used for scoring (tied), not one-hot vectors and a separate output matrix;
-- the state is projected to the width of the items, so that both widths can be chosen independently.
+- the state is projected to the width of the items, so that both widths can be chosen independently;
+- `attribute_values` adds to each item's vector those of the words of its text.
 
 Shape suffixes, besides those of base.py: G width of the state.
 """
@@ -68,7 +69,7 @@ class GRU4Rec(ReadsWords):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         real_BL = batch.items != PAD
         padding_B = (~real_BL).sum(1)
-        x_BLD = self.dropout(self.vectors(batch.items) * self.options.d_model**0.5)
+        x_BLD = self.dropout(self.embed(batch.items) * self.options.d_model**0.5)
         state_BLG = roll(x_BLD, padding_B)  # moves padding to the end, so that the state is zero where a history begins
         for layer in self.layers:
             # an exported graph needs the start, with a size that it can trace

@@ -4,7 +4,8 @@ Differs from the paper's code in these places:
 - positions count back from the most recent event, so that padding cannot shift them;
 - keys at padded positions are masked; attention has an output projection, as in most re-implementations;
 - by default, attention weights have no dropout (`attention_dropout`), so that a fused kernel can be used;
-- the loss is that of the training settings, by default full softmax, not binary cross-entropy with one negative.
+- the loss is that of the training settings, by default full softmax, not binary cross-entropy with one negative;
+- `attribute_values` adds to each item's vector those of the words of its text.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SASRec(ReadsWords):
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         length = batch.items.shape[1]
         bias_BLL = attention_bias(batch.items, causal=True)
-        x_BLD = self.vectors(batch.items) * self.scale + self.positions[-length:]
+        x_BLD = self.embed(batch.items) * self.scale + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
         out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
         return out

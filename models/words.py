@@ -1,6 +1,6 @@
 """Item vectors that also read the words of the items' text: items with few events share what their words have learnt.
 
-Shape suffixes, besides those of base.py: M words of an item, W words that are read.
+Shape suffixes, besides those of base.py: M words of an item, N distinct items, W their words.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class ReadsWords(SequenceModel):
     def item_vectors(self) -> Tensor:
         size = self.catalogue.num_items + 1
         if self.words is not None:
-            return self.vectors(torch.arange(size, device=self.items.weight.device))
+            return self.embed(torch.arange(size, device=self.items.weight.device))
         return self.items.weight[:size] if self.options.masked else self.items.weight
 
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
-        return self.vectors(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
+        return self.embed(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
 
-    def vectors(self, items: Tensor) -> Tensor:
+    def embed(self, items: Tensor) -> Tensor:
         """Return the vectors (..., D) of `items` (...): a vector of their own, plus that of their words."""
         x: Tensor = self.items(items)
         if self.words is None:

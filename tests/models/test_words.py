@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import make_batch, make_model
 
-MODELS = ("flash4rec", "gru4rec", "sasrec")
+MODELS = ("esasrec", "flash4rec", "gru4rec", "sasrec")
 
 
 @pytest.mark.parametrize(("name", "objective"), [*((name, "causal") for name in MODELS), ("flash4rec", "cloze")])
