@@ -80,7 +80,9 @@ class Run:
         shape = auto_settings.Shape.of(self.data)
         architecture = auto_settings.resolved_options(self.params.model(name), shape, name)
         model = checkpoint.build(architecture, Catalogue(self.data.num_items, self.data.num_users, 0))
-        return model, replace(auto_settings.resolved(self.params.section("finetune", model=name), shape), **changes)
+        rate = auto_settings.learning_rate(architecture.architecture, architecture.options)
+        config = auto_settings.resolved(self.params.section("finetune", model=name), shape, rate)
+        return model, replace(config, **changes)
 
     def train(
         self, model: SequenceModel, config: FinetuneConfig, enough: Callable[[Figures], object], epochs: int = 0

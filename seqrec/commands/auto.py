@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 PLAN = "auto.json"
 CARD = "model-card.md"
 MODELS = ("flash4rec", "sasrec", "recformer", "gru4rec")  # the order of training; the first model is always trained
-RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "sasrec": 1e-3, "gru4rec": 2e-3}
-WORD_RATES = {"flash4rec": 1e-3}  # with words, whose vectors add up in that of an item
 OPTIONS: dict[str, dict[str, Any]] = {
     "flash4rec": {"prediction_head": False, "topk_dropout_k": 3},
     # a history as a sequence of items, each the mean of its words' vectors
@@ -519,9 +517,8 @@ def model_settings(
     known = {field.name for field in fields(REGISTRY[name].Options)}
     rules = {key: value for key, value in auto_settings.options(name, shape).items() if key in known}
     given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
-    chosen = rules | OPTIONS.get(name, {}) | dict(options or {})
-    rates = RATES | (WORD_RATES if chosen.get("attribute_values") else {})
-    fixed = {"counts": "auto"} | ({"learning_rate": rates[name]} if name in rates else {})
+    chosen = auto_settings.merged(rules | OPTIONS.get(name, {}), options or {}, "options")
+    fixed = {"counts": "auto", "learning_rate": auto_settings.learning_rate(name, chosen)}
     return {
         "options": chosen,
         "pretrain": dict(pretrain or {}),

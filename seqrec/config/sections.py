@@ -160,7 +160,7 @@ class TrainConfig(Section):
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event
     mask_last_share: Share = 0.1  # cloze: share of windows with only the last event masked, as at test
-    learning_rate: PositiveReal = 1e-3  # maximum, reached after the warm-up; cosine decay follows
+    learning_rate: Annotated[float, Bounds(gt=0), OrAuto()] = 1e-3  # maximum, after the warm-up; cosine decay follows
     min_learning_rate: NotNegative = 1e-5  # final value of the cosine decay
     warmup_steps: Annotated[Count, OrAuto()] = 100  # steps in which the learning rate rises from 0
     weight_decay: NotNegative = 0.0  # weight decay of AdamW, for matrices only
@@ -173,7 +173,10 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.min_learning_rate <= self.learning_rate, "min_learning_rate must be at most learning_rate")
+        require(
+            str(self.learning_rate) == AUTO or self.min_learning_rate <= self.learning_rate,
+            "min_learning_rate must be at most learning_rate",
+        )
         require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
         require(self.resident or self.ties != "shuffle", "ties: shuffle needs resident: true")
         require(
@@ -441,8 +444,8 @@ SECTIONS: dict[str, type] = {
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options", "filter_seen")
 AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
-AUTO_USERS, AUTO_WORDS = ("user_gate", "user_dropout"), ("attribute_values", "id_dropout")
-AUTO_OPTIONS = frozenset(("length", "layers", "dropout", *AUTO_USERS, *AUTO_WORDS, *AUTO_WIDTHS))  # auto_settings.py
+SWITCHES = {"user_gate": ("user_dropout",), "attribute_values": ("id_dropout", "attributes")}  # and what they switch
+AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_dropout", "id_dropout", *SWITCHES, *AUTO_WIDTHS))
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 
@@ -455,5 +458,7 @@ class ModelConfig(Section):
 
     @property
     def settled(self) -> dict[str, Any]:
-        """The options without those that are `auto`."""
-        return {name: value for name, value in self.options.items() if name not in AUTO_OPTIONS or value != AUTO}
+        """The options without those that are `auto`, and without those that have an effect only if these are on."""
+        ruled = {name for name, value in self.options.items() if name in AUTO_OPTIONS and value == AUTO}
+        switched = {name for switch in ruled for name in SWITCHES.get(switch, ())}
+        return {name: value for name, value in self.options.items() if name not in ruled | switched}

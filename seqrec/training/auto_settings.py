@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from seqrec.config import AUTO, FinetuneConfig, ModelConfig
+from seqrec.config.sections import SWITCHES
 from seqrec.data import ties
 from seqrec.data.sequences import Sequences
 
@@ -35,6 +36,9 @@ WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
 RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
+RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "gru4rec": 2e-3}  # learning rates, by architecture
+RATE = 1e-3  # of the other architectures
+WORD_RATES = {"flash4rec": 1e-3}  # with words, whose vectors add up in that of an item
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
 
 
@@ -157,12 +161,19 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     return rules | values
 
 
-def resolved(config: FinetuneConfig, shape: Shape) -> FinetuneConfig:
-    """Return `config` with every `auto` replaced by a value; the values are logged."""
+def learning_rate(architecture: str, options: Mapping[str, Any]) -> float:
+    """Return the maximum of the learning rate for `architecture` with `options`."""
+    rates = RATES | (WORD_RATES if options.get("attribute_values") else {})
+    return rates.get(architecture, RATE)
+
+
+def resolved(config: FinetuneConfig, shape: Shape, rate: float) -> FinetuneConfig:
+    """Return `config` with every `auto` replaced by a value, the learning rate by `rate`; the values are logged."""
     names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
     if not names:
         return config
-    found = finetune(shape, {name: getattr(config, name) for name in (*RULED, "resident")})
+    given = {name: getattr(config, name) for name in (*RULED, "resident")}
+    found = finetune(shape, given) | {"learning_rate": rate}
     chosen = {name: found[name] for name in names}
     shown = {name: value for name, value in chosen.items() if name != "negatives" or found["loss"] == "sampled_ce"}
     logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(shown))
@@ -175,8 +186,28 @@ def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfi
     chosen = {name: found[name] for name, value in config.options.items() if value == AUTO and name in found}
     if not chosen:
         return config
-    logger.info("%s, chosen from the shape of the data: %s", path, _listed(chosen))
-    return replace(config, options={**config.options, **chosen})
+    given = {name: value for name, value in config.options.items() if name not in chosen}
+    settled = merged(chosen, given, path)
+    shown = {name: value for name, value in settled.items() if name in chosen}
+    logger.info("%s, chosen from the shape of the data: %s", path, _listed(shown))
+    return replace(config, options=settled)
+
+
+def merged(ruled: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the options `ruled` by the rules and those `given`, which win.
+
+    What has no effect because its switch is off is left out, with a warning if it was given. If the switch was given,
+    too, it stays, and the model's `Options` refuses it.
+    """
+    both = {**ruled, **given}
+    for switch, names in SWITCHES.items():
+        if both.get(switch, True):
+            continue
+        unused = [name for name in names if name in both and not {name, switch} <= given.keys()]
+        if named := [name for name in unused if given.get(name)]:
+            logger.warning("%s: %s: no effect, as %s is off", path, ", ".join(named), switch)
+        both = {name: value for name, value in both.items() if name not in unused}
+    return both
 
 
 def _listed(values: Mapping[str, Any]) -> str:

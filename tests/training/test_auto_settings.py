@@ -82,7 +82,7 @@ def test_a_large_catalogue_is_sampled_and_then_affords_more_epochs():
 def test_tied_events_are_shuffled_where_their_order_is_random_and_in_memory():
     def found(*, ordered, **settings):
         config = parse(FinetuneConfig, {"ties": "auto"} | settings, "finetune")
-        return auto.resolved(config, replace(shape(), ordered=ordered)).ties
+        return auto.resolved(config, replace(shape(), ordered=ordered), 1e-3).ties
 
     assert (found(ordered=True), found(ordered=False)) == ("keep", "shuffle")
     kept, shuffled = (auto.finetune(replace(shape(20_000), ordered=ordered), {})["epochs"] for ordered in (True, False))
@@ -115,6 +115,26 @@ def test_flash4rec_learns_words_at_a_lower_rate():
     assert [entry["finetune"]["learning_rate"] for entry in entries] == [1e-3, 3e-3]
 
 
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize(("switch", "switched"), [("attribute_values", "id_dropout"), ("user_gate", "user_dropout")])
+def test_one_of_two_options_that_depend_on_each_other_can_be_set(switch, switched, described, caplog):
+    items, median = (1_001, 20.0) if described else (1_000, 5.0)  # the rules turn both switches on, or off
+    given = replace(shape(items=items, median=median), described=described)
+    off = {"attribute_values": 0, "user_gate": False}[switch]
+
+    for own in ({switch: off}, {switched: 0.4}):
+        entry = {"architecture": "flash4rec", "options": {"length": "auto", switch: "auto", switched: "auto"} | own}
+        config = from_dict({"dataset": "any", "models": {"m": entry}, "leaderboard": ["m"]})
+        check(config, ingests=False)
+        found = auto.resolved_options(config.model("m"), given, "models.m.options").options
+        options = parse(REGISTRY["flash4rec"].Options, found, "options")
+        assert getattr(options, switched) == (own.get(switched, 0.0) if described else 0.0)
+        assert parse(REGISTRY["flash4rec"].Options, model_settings("flash4rec", given, options=own)["options"], "here")
+    assert (f"{switched}: no effect, as {switch} is off" in caplog.text) is not described
+    with pytest.raises(ConfigError, match=switched):
+        parse(REGISTRY["flash4rec"].Options, auto.merged({}, {switch: off, switched: 0.4}, "here"), "here")
+
+
 def test_an_option_without_a_rule_cannot_be_auto():
     params = from_dict({"dataset": "mine", "models": {"sasrec": {"options": {"length": "auto", "heads": "auto"}}}})
 
@@ -126,7 +146,7 @@ def test_an_option_without_a_rule_cannot_be_auto():
     ("section", "values", "wrong"),
     [
         (FinetuneConfig, {"epochs": "all"}, "epochs"),
-        (FinetuneConfig, {"learning_rate": "auto"}, "learning_rate"),
+        (FinetuneConfig, {"weight_decay": "auto"}, "weight_decay"),
         (PretrainConfig, {"epochs": "auto"}, "epochs cannot be auto"),
     ],
 )
@@ -151,14 +171,16 @@ def test_a_dataset_decides_what_a_model_leaves_to_the_rules():
 
 
 def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_path):
-    options = dict.fromkeys(("length", "d_model", "layers", "dropout"), "auto")
+    options = dict.fromkeys(("length", "d_model", "d_state", "dropout"), "auto")
     ruled = [name for name in auto.RULED if name != "epochs"]
+    settings = dict.fromkeys((*ruled, "learning_rate"), "auto")
 
-    run(prepared, tmp_path, options=options | {"heads": 1}, epochs=1, **dict.fromkeys(ruled, "auto"))
+    run(prepared, tmp_path, model="gru4rec", options=options | {"item_bias": True}, epochs=1, **settings)
 
     given, card = Shape.of(sequences.load(prepared)), read_json(tmp_path / "finetuned" / MODEL_CARD)
-    assert {name: card["options"][name] for name in options} == {n: auto.options("sasrec", given)[n] for n in options}
-    assert card["options"]["heads"] == 1
+    assert {name: card["options"][name] for name in options} == {n: auto.options("gru4rec", given)[n] for n in options}
+    assert card["options"]["item_bias"] is True
+    assert card["config"]["learning_rate"] == 2e-3
     assert {name: card["config"][name] for name in ruled} == {n: auto.finetune(given, {"epochs": 1})[n] for n in ruled}
 
 
