@@ -179,6 +179,9 @@ class SequenceModel(nn.Module):
         """Return the vectors (..., D) of `items` (...); with `sparse`, the table's gradient has only their rows."""
         return F.embedding(items, self.item_vectors(), sparse=sparse)
 
+    def on_start(self, count_V: Tensor) -> None:
+        """Run before a training on data with `count_V` (V,) training events of each item, 0 for padding."""
+
     def phases(self, stage: str) -> tuple[str, ...]:
         """Return the phases of `stage`, pretrain or finetune; after each phase, its best weights are restored."""
         return () if stage == "pretrain" else ("train",)

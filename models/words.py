@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Catalogue, Options, SequenceModel
 
+PRIOR = 5  # an item with this many training events keeps half of its own vector
+
 
 @dataclass(frozen=True, kw_only=True)
 class WordOptions(Options):
@@ -57,9 +59,14 @@ class Words(nn.Module):
 
 
 class ReadsWords(SequenceModel):
-    """A model whose item vectors are those of a table `items`, plus those of the words with `attribute_values`."""
+    """A model whose item vectors are those of a table `items`; with `attribute_values`, plus those of their words.
+
+    Beside words, the vector of an item with n training events is scaled by n / (n + PRIOR): what so few events say of
+    the item is mostly that it is not the target, so new items are known by their words alone.
+    """
 
     items: nn.Embedding
+    own_V: Tensor  # scale of each item's vector
 
     def __init__(self, options: Any, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)
@@ -70,10 +77,16 @@ class ReadsWords(SequenceModel):
                 raise ValueError("attribute_values: the dataset has no text of items; set it to 0")
             value_VM = F.pad(catalogue.tokens["values"], (0, 0, 0, options.masked))  # MASK has none
             self.words = Words(value_VM, options.d_model)
+            self.register_buffer("own_V", torch.ones(len(value_VM)))
 
     @classmethod
     def needs_of(cls, options: Any) -> frozenset[str]:
         return frozenset({"attributes"} if options.attribute_values else ())
+
+    def on_start(self, count_V: Tensor) -> None:
+        if self.words is not None:
+            known_V = self.own_V[: len(count_V)]  # all but MASK
+            known_V.copy_(count_V / (count_V + PRIOR))
 
     def item_vectors(self) -> Tensor:
         size = self.catalogue.num_items + 1
@@ -89,6 +102,7 @@ class ReadsWords(SequenceModel):
         x: Tensor = self.items(items)
         if self.words is None:
             return x
+        x = x * self.own_V[items].unsqueeze(-1)
         if self.training and self.options.id_dropout:
             x = x * (torch.rand_like(x[..., :1]) >= self.options.id_dropout)
         words: Tensor = self.words(items)

@@ -80,6 +80,8 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
                 "%s.exclude_past: true trains without past items, which filter_seen: false ranks: set it to false",
                 training.stage,
             )
+        for part in model.parts:
+            part.on_start(data.count)
         cost.keep_freed_memory()
         with training.open_log(identity, f"{training.name} {training.stage}") as log:
             records = loop.fit(
