@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from seqrec.models.base import PAD, Catalogue, Options, SequenceModel
 
-PRIOR = 5  # an item with this many training events keeps half of its own vector
+PRIOR = 10  # an item with this many training events keeps half of its own vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,12 @@ class WordOptions(Options):
 
     attribute_values: int = 0  # maximum number of words that are read of an item's text; words of one item do not count
     attributes: tuple[str, ...] = ()  # columns of the items table; default: the first three with text
-    id_dropout: float = 0.0  # share of items known by their words alone, drawn anew at each use in training
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(0, "attribute_values")
         if not self.attribute_values:
-            self.check_unused("attribute_values is 0", "attributes", "id_dropout")
+            self.check_unused("attribute_values is 0", "attributes")
 
 
 class Words(nn.Module):
@@ -102,8 +101,5 @@ class ReadsWords(SequenceModel):
         x: Tensor = self.items(items)
         if self.words is None:
             return x
-        x = x * self.own_V[items].unsqueeze(-1)
-        if self.training and self.options.id_dropout:
-            x = x * (torch.rand_like(x[..., :1]) >= self.options.id_dropout)
         words: Tensor = self.words(items)
-        return x + words
+        return x * self.own_V[items].unsqueeze(-1) + words

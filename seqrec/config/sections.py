@@ -444,8 +444,8 @@ SECTIONS: dict[str, type] = {
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options", "filter_seen")
 AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
-SWITCHES = {"user_gate": ("user_dropout",), "attribute_values": ("id_dropout", "attributes")}  # and what they switch
-AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_dropout", "id_dropout", *SWITCHES, *AUTO_WIDTHS))
+SWITCHES = {"user_gate": ("user_dropout",), "attribute_values": ("attributes",)}  # and what they switch
+AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_dropout", *SWITCHES, *AUTO_WIDTHS))
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 

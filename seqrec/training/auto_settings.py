@@ -219,7 +219,7 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     width = d_model(shape)
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
-    words = {"attribute_values": WORDS if rare else 0, "id_dropout": 0.2 if rare else 0.0}
+    words = {"attribute_values": WORDS if rare else 0}
     if architecture == "gru4rec":
         return shared | words | {"layers": 1, "d_state": 2 * width}
     if architecture == "sasrec":

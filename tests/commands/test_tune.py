@@ -350,7 +350,7 @@ def test_a_trial_without_memory_or_with_wrong_values_fails_and_the_next_one_foll
 def test_a_search_reads_text_and_its_config_leaves_the_sources_their_own_data(prepared, tmp_path, caplog):
     for folder in ("data", "data/sources/other"):
         shutil.copytree(prepared.parent, tmp_path / folder)
-    options = {"d_model": 8, "layers": 1, "attribute_values": "auto", "id_dropout": "auto"}
+    options = {"d_model": 8, "layers": 1, "attribute_values": "auto"}
     params = changed(
         sources=["other"],
         datasets={"synthetic": {"ingest": {"interactions": "own.csv"}, "options": {"length": 12}}, "other": {}},

@@ -34,7 +34,7 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("flash4rec", {"heads": 2, "user_gate": False, "d_value": 64}, "d_value: no effect"),
     ("flash4rec", {"attention_dropout": 0.1}, "topk_dropout to 0"),
     ("flash4rec", {"user_dropout": 0.1, "user_gate": False}, "user_dropout"),
-    ("flash4rec", {"id_dropout": 0.1}, "id_dropout: no effect"),
+    ("flash4rec", {"attributes": ("title",)}, "attributes: no effect"),
     ("gru4rec", {"item_bias": True, "attribute_values": 3}, "item_bias"),
     ("flash4rec", {"experts": 1, "gate": "topk_then_softmax"}, "gate: no effect"),
     ("flash4rec", {"topk_dropout": 0.0, "topk_dropout_k": 3}, "topk_dropout_k: no effect"),

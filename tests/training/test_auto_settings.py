@@ -103,9 +103,9 @@ def test_sparse_logs_get_one_layer_and_no_vectors_of_users():
 def test_words_are_read_where_items_have_text_and_few_events(name):
     def words(items, described=True):
         found = auto.options(name, replace(shape(items=items), described=described))  # 30,000 events
-        return found["attribute_values"], found["id_dropout"]
+        return found["attribute_values"]
 
-    assert (words(1_001), words(1_000), words(1_001, described=False)) == ((32, 0.2), (0, 0.0), (0, 0.0))
+    assert (words(1_001), words(1_000), words(1_001, described=False)) == (32, 0, 0)
 
 
 def test_flash4rec_learns_words_at_a_lower_rate():
@@ -116,23 +116,27 @@ def test_flash4rec_learns_words_at_a_lower_rate():
 
 
 @pytest.mark.parametrize("described", [True, False])
-@pytest.mark.parametrize(("switch", "switched"), [("attribute_values", "id_dropout"), ("user_gate", "user_dropout")])
-def test_one_of_two_options_that_depend_on_each_other_can_be_set(switch, switched, described, caplog):
+@pytest.mark.parametrize(
+    ("switch", "switched", "none", "own"),
+    [("attribute_values", "attributes", (), ("title",)), ("user_gate", "user_dropout", 0.0, 0.4)],
+)
+def test_one_of_two_options_that_depend_on_each_other_can_be_set(switch, switched, none, own, described, caplog):
     items, median = (1_001, 20.0) if described else (1_000, 5.0)  # the rules turn both switches on, or off
     given = replace(shape(items=items, median=median), described=described)
     off = {"attribute_values": 0, "user_gate": False}[switch]
 
-    for own in ({switch: off}, {switched: 0.4}):
-        entry = {"architecture": "flash4rec", "options": {"length": "auto", switch: "auto", switched: "auto"} | own}
+    for set_ in ({switch: off}, {switched: own}):
+        options = dict.fromkeys(("length", switch, "user_dropout"), "auto") | set_
+        entry = {"architecture": "flash4rec", "options": options}
         config = from_dict({"dataset": "any", "models": {"m": entry}, "leaderboard": ["m"]})
         check(config, ingests=False)
         found = auto.resolved_options(config.model("m"), given, "models.m.options").options
         options = parse(REGISTRY["flash4rec"].Options, found, "options")
-        assert getattr(options, switched) == (own.get(switched, 0.0) if described else 0.0)
-        assert parse(REGISTRY["flash4rec"].Options, model_settings("flash4rec", given, options=own)["options"], "here")
+        assert getattr(options, switched) == (set_.get(switched, none) if described else none)
+        assert parse(REGISTRY["flash4rec"].Options, model_settings("flash4rec", given, options=set_)["options"], "here")
     assert (f"{switched}: no effect, as {switch} is off" in caplog.text) is not described
     with pytest.raises(ConfigError, match=switched):
-        parse(REGISTRY["flash4rec"].Options, auto.merged({}, {switch: off, switched: 0.4}, "here"), "here")
+        parse(REGISTRY["flash4rec"].Options, auto.merged({}, {switch: off, switched: own}, "here"), "here")
 
 
 def test_an_option_without_a_rule_cannot_be_auto():
