@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,6 @@ from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
 from seqrec.data.splits import DAY
 from seqrec.evaluation import leaderboard
-from seqrec.models import REGISTRY
 from seqrec.pipeline import BY_NAME
 from seqrec.training import auto_settings
 from seqrec.training.auto_settings import Shape
@@ -514,10 +513,9 @@ def model_settings(
     finetune: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the entry of a model in `models`: the settings given, and those of the rules for everything else."""
-    known = {field.name for field in fields(REGISTRY[name].Options)}
-    rules = {key: value for key, value in auto_settings.options(name, shape).items() if key in known}
     given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
-    chosen = auto_settings.merged(rules | OPTIONS.get(name, {}), options or {}, "options")
+    ruled = auto_settings.options(name, shape) | OPTIONS.get(name, {})
+    chosen = auto_settings.merged(ruled, options or {}, "options")
     fixed = {"counts": "auto", "learning_rate": auto_settings.learning_rate(name, chosen)}
     return {
         "options": chosen,

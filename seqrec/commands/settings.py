@@ -121,6 +121,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
 
     from seqrec.models import REGISTRY, Catalogue
     from seqrec.models.ensemble import create
+    from seqrec.training.auto_settings import settled
 
     if name in BASELINES:
         raise ConfigError(f"models.{name}: {name} is a baseline, which every run computes: give the model another name")
@@ -130,7 +131,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
     if config.architecture not in REGISTRY:
         raise ConfigError(f"models.{name}.architecture: {config.architecture!r} is not one of {', '.join(REGISTRY)}")
     architecture = REGISTRY[config.architecture]
-    options = parse(architecture.Options, config.settled, f"models.{name}.options")
+    options = parse(architecture.Options, settled(config), f"models.{name}.options")
     objectives = architecture.objectives_of(options)
     if options.objective not in objectives:
         known = ", ".join(sorted(objectives))

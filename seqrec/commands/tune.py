@@ -35,6 +35,7 @@ from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
 from seqrec.tracking.runs import TrackingError
+from seqrec.training.auto_settings import settled
 from seqrec.training.progress import LogEpoch
 from seqrec.training.resume import fingerprint
 from seqrec.training.validation import METRIC
@@ -66,7 +67,7 @@ class Search:
         if config.architecture not in REGISTRY:
             raise ConfigError(f"models.{self.model}.architecture: must be one of {', '.join(REGISTRY)}")
         cls = REGISTRY[config.architecture].Options
-        return asdict(parse(cls, config.settled, f"models.{self.model}.options")) | config.options
+        return asdict(parse(cls, settled(config), f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
         """Check that the ends of each range are valid together with the other settings.

@@ -443,9 +443,7 @@ SECTIONS: dict[str, type] = {
     "kubernetes": KubernetesConfig,
 }
 DATASET_KEYS = ("ingest", "validate", "prepare", "pretrain", "finetune", "evaluate", "options", "filter_seen")
-AUTO_WIDTHS = ("d_model", "d_state", "d_shared", "d_value", "d_expert")
 SWITCHES = {"user_gate": ("user_dropout",), "attribute_values": ("attributes",)}  # and what they switch
-AUTO_OPTIONS = frozenset(("length", "layers", "dropout", "user_dropout", *SWITCHES, *AUTO_WIDTHS))
 MODEL_KEYS = ("architecture", "options", "pretrain", "finetune")
 
 
@@ -455,10 +453,3 @@ class ModelConfig(Section):
 
     architecture: str
     options: dict[str, Any]
-
-    @property
-    def settled(self) -> dict[str, Any]:
-        """The options without those that are `auto`, and without those that have an effect only if these are on."""
-        ruled = {name for name, value in self.options.items() if name in AUTO_OPTIONS and value == AUTO}
-        switched = {name for switch in ruled for name in SWITCHES.get(switch, ())}
-        return {name: value for name, value in self.options.items() if name not in ruled | switched}

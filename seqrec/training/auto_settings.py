@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from seqrec.config import AUTO, FinetuneConfig, ModelConfig
 from seqrec.config.sections import SWITCHES
 from seqrec.data import ties
 from seqrec.data.sequences import Sequences
+from seqrec.models import REGISTRY, SequenceModel
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,9 @@ class Shape:
             ordered=ties.are_ordered(data),
             described=described,
         )
+
+
+ANY = Shape(users=1, items=1, events=2, median=2.0, ninth=2.0, longest=2)
 
 
 def length(shape: Shape) -> int:
@@ -193,6 +197,14 @@ def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfi
     return replace(config, options=settled)
 
 
+def settled(config: ModelConfig) -> dict[str, Any]:
+    """Return the options without those that the rules set, and those that have an effect only if these are on."""
+    rules = options(config.architecture, ANY)
+    ruled = {name for name, value in config.options.items() if value == AUTO and name in rules}
+    switched = {name for switch in ruled for name in SWITCHES.get(switch, ())}
+    return {name: value for name, value in config.options.items() if name not in ruled | switched}
+
+
 def merged(ruled: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the options `ruled` by the rules and those `given`, which win.
 
@@ -216,8 +228,9 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def options(architecture: str, shape: Shape) -> dict[str, Any]:
     """Return the options of `architecture` that the rules set."""
-    width = d_model(shape)
+    width, own = d_model(shape), {field.name for field in fields(REGISTRY.get(architecture, SequenceModel).Options)}
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
+    shared = {name: value for name, value in shared.items() if name in own}
     rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
     words = {"attribute_values": WORDS if rare else 0}
     if architecture == "gru4rec":

@@ -161,6 +161,14 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
         ({"models.gru4rec.architecture": "gru5rec"}, "models.gru4rec.architecture: 'gru5rec' is not one of sasrec"),
         ({"models.pctm": {}, "leaderboard": ["pctm"]}, "models.pctm: pctm is a baseline, which every run computes"),
         ({"models.summary": {"architecture": "sasrec"}, "leaderboard": ["summary"]}, "models.summary: a folder"),
+        (
+            {"models.gru4rec": {"architecture": "caser", "options": {"layers": "auto"}}},
+            "models.gru4rec.options.layers: unknown key",
+        ),
+        (
+            {"models.gru4rec": {"architecture": "esasrec", "options": {"attribute_values": "auto"}}},
+            "models.gru4rec.options.attribute_values: ",
+        ),
         ({"models.gru4rec.options.objective": "cloze"}, "models.gru4rec.options.objective: cloze is not one of causal"),
         ({"models.gru4rec.options": {"members": 2, "item_bias": True}}, "models.gru4rec.options: members: GRU4Rec"),
         (
