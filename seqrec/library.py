@@ -27,7 +27,7 @@ from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
 from seqrec.config.checks import check_value
-from seqrec.config.ranges import Count
+from seqrec.config.ranges import Count, Minutes
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.optional import SelfSupervised
@@ -335,10 +335,11 @@ def fit(
         raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes: must be above 0, not {minutes}")
-    config.parse(PretrainConfig, pretrain or {}, "pretrain")
-    config.parse(FinetuneConfig, finetune or {}, "finetune")
+    if minutes is not None:
+        check_value("minutes", Minutes, minutes)
+    options = _plain(options)
+    pretrain = _parsed(PretrainConfig, pretrain, "pretrain")
+    finetune = _parsed(FinetuneConfig, finetune, "finetune")
     place, keep = _working(folder)
     params = data.params if seed is None else data.params.with_overrides({"seed": seed})
     content = params.as_dict() | {"models": {}, "leaderboard": [], "tune": {}}  # which names models
@@ -346,7 +347,7 @@ def fit(
     request |= {"seed": content["seed"], "split": data.card["split_sha256"]}
     with _held(place):
         auto.refuse_others(place, PLAN, auto.PLAN)
-        plan = auto.Plan.load(place / PLAN, json.loads(json.dumps(request)))
+        plan = auto.Plan.load(place / PLAN, request)
         plan.params = plan.params or content
         plan.ease_items = 0 if minutes is None else auto.affordable_ease(minutes)
         shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
@@ -420,6 +421,17 @@ def _checked(data: Any) -> Dataset:
             f"data: expected a Dataset, not {type(data).__name__}: Dataset.from_frame makes one of a table"
         )
     return data
+
+
+def _plain(settings: Mapping[str, Any] | None) -> Any:
+    """Return settings as JSON has them, without tuples and numbers of numpy."""
+    return json.loads(json.dumps(settings, default=lambda value: getattr(value, "item", value.__str__)()))
+
+
+def _parsed(section: type, given: Mapping[str, Any] | None, path: str) -> Any:
+    """Return the settings that are `given` as `section` reads them, such as 3 for "3"."""
+    parsed: Any = config.parse(section, _plain(given) or {}, path)
+    return given and {name: getattr(parsed, name) for name in given}
 
 
 def _ids(values: Iterable[Any]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
@@ -193,6 +194,15 @@ def test_columns_and_items_can_be_named(tmp_path):
     assert again.card == made.card
 
 
+def test_numbers_may_be_text_or_those_of_numpy(data, tmp_path):
+    options = {"d_model": np.int64(16), "dropout": np.float32(0.5)}
+    finetune = {"epochs": np.int64(1), "batch_size": "32"}
+    fitted = seqrec.fit(data, "gru4rec", options=options, finetune=finetune, folder=tmp_path)
+
+    assert (fitted.card["options"]["d_model"], fitted.card["config"]["epochs"]) == (16, 1)
+    assert yaml.safe_load((tmp_path / "params.yaml").read_text())["models"]["gru4rec"]["options"]["dropout"] == 0.5
+
+
 def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
     call = {"minutes": 0.01, "options": OPTIONS, "folder": tmp_path}
     first = seqrec.fit(data, "sasrec", **call)
@@ -237,7 +247,10 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epoch": 3}), r"finetune\.epoch: unknown key.*epochs"),
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epochs": None}), r"finetune\.epochs"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave out one"),
-        (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes: must be above 0, not 0"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes must be more than 0 .*, not 0"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes="5"), "minutes must be of type float, not '5'"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes=float("inf")), "minutes must be a finite number, not inf"),
+        (lambda data: seqrec.fit(data, "sasrec", finetune={"epochs": Path("x")}), r"finetune\.epochs: "),
         (lambda data: seqrec.fit(data, "s3rec", minutes=1), "minutes: s3rec is pre-trained first: set pretrain="),
         (lambda data: seqrec.fit(data, "recguru", minutes=1), "minutes: recguru is pre-trained first"),
         (lambda data: seqrec.fit(data, "s3rec", pretrain={"epoch": 1}), r"pretrain\.epoch: unknown key.*epochs"),
