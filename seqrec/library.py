@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from rich.console import Console
 
@@ -169,6 +169,7 @@ class Evaluation:
         """Return a row for each metric of `split`, test or valid: its value, and the 95 % interval if it has one."""
         import polars as pl
 
+        check_value("split", Literal["test", "valid"], split)
         names = [name for name in self.metrics if name.startswith(f"{split}/")]
         names = [name for name in names if not name.endswith(("/low", "/high"))]
         rows = [[self.metrics.get(f"{name}{end}") for end in ("", "/low", "/high")] for name in names]

@@ -259,6 +259,7 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
             "recformer reads the text of items; pass `items` or `title`",
         ),
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),
+        (lambda data: seqrec.fit(data, "popularity").evaluate().table("train"), "split must be one of test, valid"),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id; name it with user="),
         (
