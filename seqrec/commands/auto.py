@@ -311,6 +311,9 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
     path, request = Path(plan.request["data"]), plan.request
     items = {"items": str(Path(request["items"]).resolve())} if request["items"] else {}
     if not set(request["columns"]) - {"title"} and column_guess.is_lines(path):
+        if request["time_format"] or (request["columns"] and not items):
+            flag = "--time-format" if request["time_format"] else "--title"
+            raise ValueError(f"{flag}: {path.name} has lines of `user item item ...`, without times and titles")
         console.print(f"{escape(path.name)}: lines of `user item item ...`, without times", highlight=False)
         section: dict[str, Any] = {"source": "lines", "interactions": str(path)} | items
         if items:

@@ -362,6 +362,15 @@ def test_an_item_has_a_title_if_any_of_its_rows_has_one(tmp_path):
     assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet")["title"].null_count() == 0
 
 
+@pytest.mark.parametrize("flags", [["--title", "name"], ["--time-format", "%Y"]])
+def test_a_flag_for_what_lines_do_not_have_is_refused(tmp_path, caplog, flags):
+    (tmp_path / "lines.txt").write_text("".join(f"u{user} i1 i2 i3 i4\n" for user in range(20)))
+
+    assert main(["auto", "--data", str(tmp_path / "lines.txt"), "--out", str(tmp_path / "out"), *flags]) == 1
+
+    assert f"{flags[0]}: lines.txt has lines of `user item item ...`, without times and titles" in caplog.text
+
+
 def test_lines_without_times_are_split_by_user(tmp_path):
     log, items = tmp_path / "lines.txt", tmp_path / "items.csv"
     log.write_text("".join(f"{user} {' '.join(str((user + k) % 12) for k in range(8))}\n" for user in range(40)))
