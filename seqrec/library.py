@@ -236,6 +236,8 @@ class Model:
         for name in ("exclude", "allow"):
             if wanted.get(name) is not None:
                 wanted[name] = _ids(wanted[name])
+        if wanted.get("times") is not None:
+            wanted["times"] = _seconds(wanted["times"])
         if wanted.get("user") is not None:
             wanted["user"] = _ids([wanted["user"]])[0]
         request = Request(history=_ids(history), k=int(k), **wanted)
@@ -433,6 +435,14 @@ def _parsed(section: type, given: Mapping[str, Any] | None, path: str) -> Any:
     """Return the settings that are `given` as `section` reads them, such as 3 for "3"."""
     parsed: Any = config.parse(section, _plain(given) or {}, path)
     return given and {name: getattr(parsed, name) for name in given}
+
+
+def _seconds(times: Iterable[Any]) -> list[float]:
+    """Return times by their place, which is not the label that a frame of pandas gives them."""
+    try:
+        return [float(time) for time in times]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"times: expected a list of seconds since 1970 (UTC), not {times!r:.80}") from error
 
 
 def _ids(values: Iterable[Any]) -> list[str]:

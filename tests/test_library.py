@@ -146,6 +146,18 @@ def test_recommendations_are_frames(data, model, caplog):
         seqrec.Dataset.from_frame(frame(), max_cases=-1)
 
 
+def test_the_times_of_a_history_may_be_a_column_of_pandas(data):
+    model = seqrec.fit(data, "tisasrec", options={"d_model": 16, "heads": 2}, finetune={"epochs": 1})
+    events = frame().filter(pl.col("Customer ID") == "u3").sort("bought_at", descending=True).to_pandas()
+    events = events.sort_values("bought_at")  # whose labels fall
+
+    found = model.recommend(events["SKU"], k=5, times=events["bought_at"])
+
+    assert found.equals(model.recommend(events["SKU"].to_list(), k=5, times=events["bought_at"].to_list()))
+    with pytest.raises(ValueError, match="times: expected a list of seconds since 1970"):
+        model.recommend(["i1"], times=["2020-01-01"])
+
+
 def test_a_saved_model_is_complete(data, model, tmp_path):
     model.save(tmp_path / "my-model")
     again = seqrec.load(tmp_path / "my-model")
