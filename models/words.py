@@ -60,8 +60,8 @@ class Words(nn.Module):
 class ReadsWords(SequenceModel):
     """A model whose item vectors are those of a table `items`; with `attribute_values`, plus those of their words.
 
-    Beside words, the vector of an item with n training events is scaled by n / (n + PRIOR): what so few events say of
-    the item is mostly that it is not the target, so new items are known by their words alone.
+    Beside words, an item's own vector is scaled by n / (n + PRIOR) for n training events. What few events say of an
+    item is mostly that it is not the target, so new items are known by their words alone.
     """
 
     items: nn.Embedding
@@ -84,8 +84,8 @@ class ReadsWords(SequenceModel):
 
     def on_start(self, count_V: Tensor) -> None:
         if self.words is not None:
-            known_V = self.own_V[: len(count_V)]  # all but MASK
-            known_V.copy_(count_V / (count_V + PRIOR))
+            described_V = self.words.value_VM[: len(count_V), 0] != PAD
+            self.own_V[: len(count_V)] = torch.where(described_V, count_V / (count_V + PRIOR), 1.0)
 
     def item_vectors(self) -> Tensor:
         size = self.catalogue.num_items + 1

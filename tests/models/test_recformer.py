@@ -633,7 +633,7 @@ def test_attributes_are_the_words_that_titles_share(target, tmp_path, architectu
     model = vectors(tmp_path / "finetuned")[0]
     if architecture == "flash4rec":
         count = sequences.load(target / "sequences").count
-        torch.testing.assert_close(model.own_V, count / (count + 10))
+        torch.testing.assert_close(model.own_V[1:], (count / (count + 10))[1:])
         model = model.words
     assert torch.equal(model.value_VM, item_tokens.attribute_values(texts_of(target), 2))
     assert model.value_VM[1:].min() > 0
