@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqrec.artifacts import explained
 from seqrec.config import read_changes
 from seqrec.pipelines.training import PIPELINES
 from seqrec.redaction import excepthook, redacted
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags.run(flags)
     except (ValueError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"{flags.command}: {redacted(str(error))}\n")
+        sys.stderr.write(f"{flags.command}: {redacted(explained(error))}\n")
         return 1
     return 0
 

@@ -114,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if flags.verbose:
             raise
-        logger.error("%s: %s", chosen.command, redaction.redacted(str(error)))
+        from seqrec.artifacts import explained
+
+        logger.error("%s: %s", chosen.command, redaction.redacted(explained(error)))
         return 1
     return 0
 

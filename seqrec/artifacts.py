@@ -131,16 +131,30 @@ class DamagedError(ValueError):
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
     """Turn the error of a reader that finds `path` cut short or altered into a `DamagedError`."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, but must be a file")
     try:
         yield
     except (ValueError, KeyError, OSError, RecursionError, pa.ArrowException, SafetensorError) as error:
         if isinstance(error, FileNotFoundError):
             stage = STAGE.get(path.name)
             raise FileNotFoundError(f"{path} not found" + (f": run {stage} first" if stage else "")) from error
-        if isinstance(error, OSError) and error.errno is not None:  # the file system's error, which names the path
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's error
+            error.filename = str(path)
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DamagedError(f"{path} is damaged ({reason:.200}): {remedy(path)}") from error
+
+
+def explained(error: Exception) -> str:
+    """Return the message of an error, in words where a path is missing, or is a file but must be a folder."""
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{error.filename} not found"
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:
+        path = Path(error.filename)
+        for file in (one for one in (path, *path.parents) if one.is_file()):
+            return f"{file} is a file, but must be a folder"
+    return str(error)
 
 
 def remedy(path: Path) -> str:
@@ -222,6 +236,8 @@ def written(path: Path) -> Iterator[Path]:
 
     A killed process, and a power cut, leave the old file or the new one, whole.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, but must be a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     yield partial

@@ -95,6 +95,12 @@ def test_the_flags_of_the_service_win_over_its_section(params):
         (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
         (["accept-reference", "--data", "nowhere", "--reference", "b.json"], "not found: run ingest first"),
         (["run", "--config-file", "none.yaml", "--out", "out"], "none.yaml not found"),
+        (["run", "--config-file", "params.yaml", "--out", "params.yaml/x"], "params.yaml is a file, but must be a f"),
+        (["recommend", "--history", "1", "--saved", "params.yaml"], "params.yaml is a file, but must be a folder"),
+        (["score", "--sequences", "params.yaml", "--saved", "params.yaml", "--output", "a.parquet"], "is a file, but"),
+        (["keys", "add", "--name", "me", "--keys-file", "params.yaml/a"], "params.yaml is a file, but must be"),
+        (["keys", "show", "--keys-file", "."], ". is a folder, but must be"),
+        (["events", "import", "--store", "sqlite:///a", "--interactions", "."], "is a folder, but must be"),
     ],
 )
 def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, message):

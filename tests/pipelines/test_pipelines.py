@@ -217,6 +217,13 @@ def test_without_a_champion_its_folder_holds_a_note(outcome, tmp_path):
     assert "no champion" in note.read_text()
 
 
+def test_a_file_in_place_of_a_folder_is_named(tmp_path, capsys):
+    settings = write_settings(tmp_path, start=0)
+
+    assert main(["run-local", "--params", str(settings), "--out", str(settings / "root")]) == 1
+    assert capsys.readouterr().err == f"run-local: {settings} is a file, but must be a folder\n"
+
+
 @pytest.mark.usefixtures("_offline")
 def test_a_failed_validation_stops_the_run_before_any_training(tmp_path, capsys):
     settings = write_settings(tmp_path, start=0)  # 1970, before validate.min_date
