@@ -167,6 +167,8 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def learning_rate(architecture: str, options: Mapping[str, Any]) -> float:
     """Return the maximum of the learning rate for `architecture` with `options`."""
+    if options.get("encoder") == "text":  # recformer's, which may be pre-trained
+        return RATE
     rates = RATES | (WORD_RATES if options.get("attribute_values") else {})
     return rates.get(architecture, RATE)
 

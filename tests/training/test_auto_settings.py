@@ -108,11 +108,21 @@ def test_words_are_read_where_items_have_text_and_few_events(name):
     assert (words(1_001), words(1_000), words(1_001, described=False)) == (32, 0, 0)
 
 
-def test_flash4rec_learns_words_at_a_lower_rate():
+@pytest.mark.parametrize(
+    ("name", "given", "rate"),
+    [
+        ("flash4rec", {}, 1e-3),  # with words
+        ("flash4rec", {"attribute_values": 0}, 3e-3),
+        ("gru4rec", {}, 2e-3),
+        ("recformer", {}, 2e-3),
+        ("recformer", {"encoder": "text"}, 1e-3),
+        ("sasrec", {}, 1e-3),
+    ],
+)
+def test_the_learning_rate_depends_on_the_architecture_and_what_it_reads(name, given, rate):
     described = replace(shape(items=1_001), described=True)
-    entries = (model_settings("flash4rec", described, options=given) for given in ({}, {"attribute_values": 0}))
 
-    assert [entry["finetune"]["learning_rate"] for entry in entries] == [1e-3, 3e-3]
+    assert model_settings(name, described, options=given)["finetune"]["learning_rate"] == rate
 
 
 @pytest.mark.parametrize("described", [True, False])
