@@ -143,6 +143,10 @@ def whole(path: Path) -> Iterator[None]:
             error.filename = str(path)
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "not a parquet file" in reason and path.suffix != ".parquet":  # such as the source's own CSV file
+            raise ValueError(
+                f"{path} is no Parquet file: name one that `ingest` wrote, such as data/{ITEMS} or data/{INTERACTIONS}"
+            ) from error
         raise DamagedError(f"{path} is damaged ({reason:.200}): {remedy(path)}") from error
 
 

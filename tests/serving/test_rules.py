@@ -128,6 +128,9 @@ def test_a_table_of_items_that_rules_cannot_read_is_refused(tmp_path, columns, r
 
     with pytest.raises(ValueError, match=f"items.parquet is no table that `ingest` wrote.*: {reason}$"):
         Attributes.read(tmp_path / "items.parquet", ["a"])
+    (tmp_path / "items.csv").write_text("item_id,year\na,1999\n")
+    with pytest.raises(ValueError, match=r"items.csv is no Parquet file: name one .* such as data/items.parquet"):
+        Attributes.read(tmp_path / "items.csv", ["a"])
 
 
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 0.7, 1.0])
