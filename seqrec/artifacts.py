@@ -124,6 +124,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+UNREADABLE = (  # what readers raise, those of JSON with an unexpected shape among them
+    *(ValueError, TypeError, AttributeError, KeyError, OSError, RecursionError),
+    *(pa.ArrowException, SafetensorError),
+)
+
+
 class DamagedError(ValueError):
     """A file is cut short or altered; the message says which one, and what writes it again."""
 
@@ -135,7 +141,7 @@ def whole(path: Path) -> Iterator[None]:
         raise IsADirectoryError(f"{path} is a folder, but must be a file")
     try:
         yield
-    except (ValueError, KeyError, OSError, RecursionError, pa.ArrowException, SafetensorError) as error:
+    except UNREADABLE as error:
         if isinstance(error, FileNotFoundError):
             stage = STAGE.get(path.name)
             raise FileNotFoundError(f"{path} not found" + (f": run {stage} first" if stage else "")) from error

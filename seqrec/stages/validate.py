@@ -63,7 +63,8 @@ def validate(*, dataset: str, data: Path, report: Path, reference: Path, config:
         ids = log.items.drop_nulls().cast(pl.String)
         unknown = ids.filter(~ids.is_in(catalogue["item_id"].drop_nulls().implode())).sort()
         accepted = read_reference(reference).get(dataset, {}) if len(ids) else {}
-        drifts = {name: drift(entry, log.events[name]) for name, entry in accepted.items()}
+        with artifacts.whole(reference):
+            drifts = {name: drift(entry, log.events[name]) for name, entry in accepted.items()}
         source, published = _source(data)
         suites = expectations.content_suites(
             log, catalogue, unknown, drifts, published, config, dated=source not in POSITIONS
@@ -109,7 +110,7 @@ def _shares(counts: np.ndarray, edges: Sequence[float]) -> np.ndarray:
 
 def read_reference(path: Path) -> dict[str, Any]:
     """Return the entries of a file of reference statistics, by dataset; none if there is no file."""
-    return artifacts.read_json(path) if path.is_file() else {}
+    return artifacts.read_json(path) if path.exists() else {}
 
 
 def _source(data: Path) -> tuple[str, dict[str, int]]:

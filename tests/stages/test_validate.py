@@ -217,9 +217,20 @@ def test_an_empty_log_cannot_be_a_baseline(tmp_path):
         accept_reference(dataset="tiny", config=RegisterConfig(), data=tmp_path, reference=tmp_path / "reference.json")
 
 
-def test_a_broken_baseline_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<<<<<<< HEAD",
+        '{"tiny": [1]}',
+        '{"tiny": {"user_id": [1]}}',
+        '{"tiny": {"users": {}}}',
+        '{"tiny": {"user_id": {"edges": [2, 1], "shares": [1, 0]}}}',
+        '{"tiny": {"user_id": {"edges": [1], "shares": ["x"]}}}',
+    ],
+)
+def test_a_broken_baseline_file_is_named(tmp_path, content):
     write(tmp_path, log())
-    (tmp_path / "reference.json").write_text("<<<<<<< HEAD", encoding="utf-8")
+    (tmp_path / "reference.json").write_text(content, encoding="utf-8")
 
     with pytest.raises(ValueError, match=r"reference\.json is damaged"):
         run(tmp_path)
