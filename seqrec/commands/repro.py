@@ -22,7 +22,7 @@ from rich.table import Table
 
 from seqrec import locks, warm
 from seqrec.artifacts import CHANGES, write_text, written
-from seqrec.commands.settings import check, forget_edited_files, without_unfed
+from seqrec.commands.settings import check, check_for_dvc, forget_edited_files, without_unfed
 from seqrec.config import ConfigError, load, read_changes
 from seqrec.config.ranges import Count
 
@@ -169,6 +169,7 @@ def changed(changes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     environment = {"PYTHONUNBUFFERED": "1"}
     original = load(PARAMS)
     read = without_unfed(original.with_overrides(changes))
+    check_for_dvc(read)
     if read == original:
         yield environment
         return

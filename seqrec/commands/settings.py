@@ -36,14 +36,7 @@ def settings(*, output: Path, params: Mapping[str, Any]) -> None:
     """
     read = from_dict(params)
     check(read)
-    if not read.leaderboard:
-        raise ConfigError("leaderboard: names no model; `python -m seqrec run` can do with the baselines alone")
-    for dataset in (read.dataset, *read.sources):
-        if read.section("ingest", dataset=dataset).events:
-            raise ConfigError(
-                f"datasets.{dataset}.ingest.events: DVC cannot track the event store; use `seqrec run`, or a pipeline "
-                "on Kubeflow"
-            )
+    check_for_dvc(read)
     for model in unfed(read):
         raise ConfigError(f"leaderboard: {model}{UNFED} (`make repro` leaves it out by itself)")
     for name, content in resolve(read).items():
@@ -86,6 +79,18 @@ def check(params: Params, *, ingests: bool = True) -> None:
             sources.find(config)
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
+
+
+def check_for_dvc(params: Params) -> None:
+    """Raise ConfigError where the settings cannot be run under DVC."""
+    if not params.leaderboard:
+        raise ConfigError("leaderboard: names no model; `python -m seqrec run` can do with the baselines alone")
+    for dataset in (params.dataset, *params.sources):
+        if params.section("ingest", dataset=dataset).events:
+            raise ConfigError(
+                f"datasets.{dataset}.ingest.events: DVC cannot track the event store; use `seqrec run`, or a pipeline "
+                "on Kubeflow"
+            )
 
 
 UNFED = " reads the items' columns, but the dataset has no file of items: set ingest.items, or leave the model out"
