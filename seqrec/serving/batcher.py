@@ -19,6 +19,10 @@ Count = Callable[[Sequence[Request], Sequence[Answer]], None]  # told of every p
 Waiting = tuple[Request, asyncio.Future[tuple[Answer, str]]]
 
 
+class PassError(RuntimeError):
+    """The model failed in a pass; the log has the reason."""
+
+
 class Served:
     """The recommender in use and its version, none until there is a champion; both change in one assignment."""
 
@@ -62,7 +66,7 @@ class Batcher:
 
         Raises, where they are awaited:
             ValueError: see `Recommender.check`.
-            RuntimeError: the model failed.
+            PassError: the model failed.
         """
         loop = asyncio.get_running_loop()
         group = deque((request, loop.create_future()) for request in requests)
@@ -100,7 +104,7 @@ class Batcher:
                 logger.exception("a batch of %d requests failed", len(waiting))
                 for _, future in waiting:
                     if not future.done():
-                        future.set_exception(RuntimeError(str(error)))
+                        future.set_exception(PassError(str(error)))
                 continue
             for (_, future), answer in zip(waiting, answers, strict=True):
                 if not future.done():  # the caller may have gone

@@ -34,7 +34,7 @@ from seqrec.artifacts import GRAPH_CARD, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
 from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
-from seqrec.serving.batcher import NO_CHAMPION, Served
+from seqrec.serving.batcher import NO_CHAMPION, PassError, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
 from seqrec.serving.keys import Keys
@@ -156,7 +156,8 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
 
     @api.exception_handler(RuntimeError)
     async def failed(_: HTTPRequest, error: Exception) -> JSONResponse:
-        logger.error("the model failed", exc_info=error)
+        if not isinstance(error, PassError):  # which was logged once for all requests of the pass
+            logger.error("the model failed", exc_info=error)
         return JSONResponse({"detail": "the model failed; the reason is in the log of the service"}, 503)
 
     @api.post("/recommend", responses=REFUSED)

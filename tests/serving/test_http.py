@@ -168,7 +168,7 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
         assert health(address, "ok", "2") == ""
 
 
-def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
+def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender, caplog):
     failing = copy.copy(recommender)
     failing.answer = mock.Mock(side_effect=[RuntimeError("out of memory"), [recommender.recommend(["i1"])]])
     failing.similar = mock.Mock(side_effect=RuntimeError("out of memory"))
@@ -177,6 +177,7 @@ def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender):
         apart = requests.get(f"{address}/similar/i1", timeout=10)
         assert (apart.status_code, "the reason is in the log" in apart.json()["detail"]) == (503, True)
         assert ask(address, history=["i1"]).status_code == 503
+        assert caplog.text.count("Traceback") == 2  # one a failure
         assert ask(address, history=["i1"]).status_code == 200
 
 
