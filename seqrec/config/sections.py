@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
@@ -32,6 +33,9 @@ EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 CPU = re.compile(r"\d+m?|\d*\.\d+")  # the quantities that Kubeflow Pipelines accepts
 BYTES = re.compile(r"\d+(?:[EPTGMK]i?)?")
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a Secret, a claim or a service account
+VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # its value, and its key behind any prefix
 TOLERATED = {"operator": ("Equal", "Exists"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
 STEPS = (  # steps of the Kubeflow pipelines; `default` holds for all of them
     *("default", "champion", "collect", "join", "record", "settings"),
@@ -360,6 +364,17 @@ class StepResources(Section):
         for key, allowed in TOLERATED.items():
             wrong = [one[key] for one in self.tolerations if one.get(key, allowed[0]) not in allowed]
             require(not wrong, f"tolerations: {key} must be one of {', '.join(allowed)}, not {wrong[:1]}")
+        check_labels("node_selector", self.node_selector)
+
+
+def check_labels(setting: str, labels: Mapping[str, str]) -> None:
+    """Raise ValueError if Kubernetes would refuse a key or a value of `labels`."""
+    for key, value in labels.items():
+        prefix, separator, name = key.rpartition("/")
+        fits = LABEL.fullmatch(name) and (not separator or NAME.fullmatch(prefix))
+        require(bool(fits), f"{setting}: {key!r:.80} is no key of a label, such as pool or kueue.x-k8s.io/queue-name")
+        fits = not value or LABEL.fullmatch(value)
+        require(bool(fits), f"{setting}.{key}: {value!r:.80} is no value of a label: 63 letters, digits, - _ . at most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,6 +426,13 @@ class KubernetesConfig(Section):
         if (launch := self.launch.get("prepare")) is not None:
             processes = launch.processes if isinstance(launch, LaunchConfig) else launch.get("processes", 1)
             require(processes == 1, "launch.prepare.processes: prepare runs as one process; set nodes, for Spark")
+        check_labels("labels", self.labels)
+        variables = [*self.environment, *(name for keys in self.secrets.values() for name in keys.values())]
+        names = [*filter(None, (self.state_claim, self.data_claim, self.service_account))]
+        names += [*self.secrets, *self.image_pull_secrets]
+        for what, form, given in (("an environment variable", VARIABLE, variables), ("a resource", NAME, names)):
+            wrong = [name for name in given if not form.fullmatch(name)]
+            require(not wrong, f"{wrong[:1]} cannot be the name of {what} in Kubernetes")
         require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")
         for step in self.resources:
             self.step(step)

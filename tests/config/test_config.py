@@ -63,6 +63,25 @@ PARAMS = {
             ("kubernetes", {"resources": {"default": {name: value}}}, f"kubernetes: resources.default: {name} must be")
             for name, value in (("cpu", ""), ("cpu", "two"), ("memory", "1.5Gi"), ("shared_memory", "lots"))
         ),
+        *(
+            ("kubernetes", setting, message)
+            for setting, message in (
+                ({"labels": {"a b": ""}}, "kubernetes: labels: 'a b' is no key of a label"),
+                ({"labels": {"A_/b": ""}}, "kubernetes: labels: 'A_/b' is no key of a label"),
+                ({"labels": {"a/b/c": ""}}, "kubernetes: labels: 'a/b/c' is no key of a label"),
+                ({"labels": {"a": "x" * 64}}, "kubernetes: labels.a: 'xxx"),
+                ({"labels": {"a": "b."}}, "kubernetes: labels.a: 'b.' is no value of a label"),
+                (
+                    {"resources": {"finetune": {"node_selector": {"pool": "g p u"}}}},
+                    "kubernetes: resources.finetune: node_selector.pool: 'g p u' is no value",
+                ),
+                ({"environment": {"A=B": "1"}}, "kubernetes: ['A=B'] cannot be the name of an environment variable"),
+                ({"environment": {"": "1"}}, "kubernetes: [''] cannot be the name of an environment variable"),
+                ({"secrets": {"s": {"key": "1A"}}}, "kubernetes: ['1A'] cannot be the name of an environment"),
+                ({"secrets": {"My_secret": {}}}, "kubernetes: ['My_secret'] cannot be the name of a resource"),
+                ({"state_claim": "a claim"}, "kubernetes: ['a claim'] cannot be the name of a resource"),
+            )
+        ),
         ("kubernetes", {"launch": {"prepare": {"processes": 3}}}, "kubernetes: launch.prepare.processes: prepare runs"),
         (
             "kubernetes",
