@@ -17,7 +17,7 @@ from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import Count
 from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.serving.events import Store, StoreError, store_url
+from seqrec.serving.events import Store, StoreError, missing, store_url
 from seqrec.tracking import registry as models
 from seqrec.tracking.runs import TrackingError, connect, explained, first_line, metric_name, registering
 
@@ -91,6 +91,8 @@ def _act(
 def _click_through(url: str, champion: str, candidate: str) -> list[str]:
     """Print the click-through of both versions; return it in words, or nothing if the store has no data."""
     try:
+        if file := missing(url):
+            raise StoreError(f"there is no file {file}")
         found = show_clicks(Store(url), champion, candidate)
     except StoreError as error:
         logger.warning(

@@ -450,12 +450,17 @@ def log_clicks(store, version, clicked):
     store.add([Event(event_id=name, user=name, recommendation_id=name, **click) for name in names[:clicked]])
 
 
-@pytest.mark.parametrize("url", ["sqlite:///no/such/folder/events.db", "sqlite://"])
-def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(own, url, monkeypatch):
-    monkeypatch.setenv("SEQREC_STORE", url)
+@pytest.mark.parametrize("kind", ["empty", "missing"])
+def test_a_store_that_knows_nothing_keeps_nobody_from_promoting(own, kind, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "events.db"
+    monkeypatch.setenv("SEQREC_STORE", f"sqlite:///{file}")
+    if kind == "empty":
+        Store(f"sqlite:///{file}")
     own.versions(2)
     own.by_hand("promote", 2)
 
+    assert file.exists() == (kind == "empty")
+    assert (f"there is no file {file}" in caplog.text) == (kind == "missing")
     assert any(entry.endswith("promote by hand") for entry in own.stored()[0].values())
 
 
