@@ -161,6 +161,8 @@ class Store:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
         self._insert: Any = kinds[self.engine.dialect.name]
         if self.engine.dialect.name == "sqlite":
+            if self.engine.url.database in (None, "", ":memory:"):
+                raise ConfigError(f"store: {url} names no file, so it would keep nothing; {EXPECTED}")
             sa.event.listen(self.engine, "connect", _set_up_sqlite)
         self._make_tables()
 

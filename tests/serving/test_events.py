@@ -318,6 +318,7 @@ def test_the_command_names_what_is_wrong(tmp_path, caplog):
     ("url", "message"),
     [
         ("nonsense", "expected sqlite:///FILE or postgresql"),
+        ("sqlite://", "names no file, so it would keep nothing; expected sqlite:///FILE or postgresql"),
         ("postgresql+pg8000://u:passw0rd@host/db", "pg8000.*expected sqlite:///FILE or postgresql"),
         ("postgresql+psycopg://u:passw0rd@127.0.0.1:port/db", "expected sqlite:///FILE or postgresql"),
         (
