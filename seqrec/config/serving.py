@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from seqrec.config.checks import Section, require
 from seqrec.config.ranges import Bounds
 
 DAY_S = 86_400
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")  # of a page: no path, and no slash at the end
 SLOWEST = 0.001  # requests a second: 1 in a quarter of an hour
 
 
@@ -45,5 +47,7 @@ class ServeConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(not self.metrics_port or self.metrics_port != self.port, "metrics_port must differ from port")
+        for origin in map(str.strip, self.origins.split(",") if self.origins else ()):
+            require(bool(ORIGIN.fullmatch(origin)), f"origins: {origin!r:.80} is none, such as https://shop.example")
         require(self.host != "", "host must not be empty; 0.0.0.0 listens on all addresses")
         require(not 0 < self.rate < SLOWEST, f"rate must be 0 or at least {SLOWEST}, not {self.rate!r}")

@@ -320,6 +320,9 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
         with service(recommender, origins=origins) as address:
             answer = requests.options(f"{address}/recommend", headers=headers, timeout=10)
         assert answer.headers.get("access-control-allow-origin") == allowed
+    for wrong in ("https://a.example, https://shop.example/", "shop.example", "https://a.example,"):
+        with pytest.raises(ValueError, match=r"origins: '.*' is none, such as https://shop.example"):
+            ServeConfig(origins=wrong)
 
 
 def test_it_answers_on_while_it_drains(held):
