@@ -55,8 +55,8 @@ def keys(
 def _show(path: Path) -> None:
     table = Table("name", "may", "expires")
     for key in file.read(path):
-        end = (
-            datetime.datetime.fromtimestamp(key.expires, datetime.UTC).isoformat(" ", "minutes") if key.expires else ""
-        )
+        end = ""
+        if key.expires is not None:
+            end = datetime.datetime.fromtimestamp(key.expires, datetime.UTC).isoformat(" ", "minutes")
         table.add_row(escape(key.name), "all" if key.admin else "ask, send events", end)
     Console().print(table)

@@ -113,7 +113,9 @@ def _expire(keys: list[Key], name: str, days: float) -> list[Key]:
         known = ", ".join(sorted({key.name for key in keys})) or "none"
         raise ValueError(f"no key is named {name!r}; known: {known}")
     end = time.time() + days * DAY
-    keys[:] = [replace(k, expires=min(end, k.expires or end)) if k.name == name else k for k in keys]
+    keys[:] = [
+        replace(k, expires=end if k.expires is None else min(end, k.expires)) if k.name == name else k for k in keys
+    ]
     return old
 
 

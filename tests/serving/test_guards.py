@@ -18,6 +18,7 @@ import requests
 from support import running, service, until
 
 from seqrec.__main__ import main
+from seqrec.artifacts import read_json, write_json
 from seqrec.config import ServeConfig
 from seqrec.serving import http, keys, rates
 from seqrec.serving.rates import Rates
@@ -128,11 +129,15 @@ def test_keys_on_the_command_line(tmp_path, capsys, caplog):
     found = keys.Keys(file)
     assert found.find(first).expires == pytest.approx(time.time() + 2 * 86_400, abs=60)
     assert (found.find(second).expires, found.find(second).admin) == (None, True)
+    write_json(file, {"keys": [read_json(file)["keys"][1], read_json(file)["keys"][0] | {"expires": 0}]})
+    run("rotate", *flags, "--days", "2")
+    assert keys.Keys(file).find(first) is None  # it had expired, and stays so
+    assert "1970-01-01" in run("show", "--keys-file", str(file))
     run("revoke", *flags)
     assert main(["keys", "rotate", *flags]) == 1  # nothing is left that the new key could replace
     assert keys.Keys(file).find(first) is keys.Keys(file).find(second) is None
     shown = run("show", "--keys-file", str(file))
-    assert shown.count("app") == 2
+    assert shown.count("app") == 3
     assert first not in shown + file.read_text() + caplog.text
     assert main(["keys", "revoke", "--keys-file", str(file), "--name", "nobody"]) == 1
     assert main(["keys", "add", "--keys-file", str(file)]) == 1
