@@ -282,7 +282,8 @@ class Store:
         An answer counts as clicked if an event of the same user names it and one of its items. Answers without a user
         are left out.
         """
-        began = sa.select(sa.func.min(ANSWERS.c.at)).where(ANSWERS.c.version.in_([first, second]))
+        both = ANSWERS.c.user.is_not(None), ANSWERS.c.version.in_([first, second])
+        began = sa.select(sa.func.min(ANSWERS.c.at)).where(*both)
         began = began.group_by(ANSWERS.c.version).order_by(sa.func.min(ANSWERS.c.at).desc()).limit(1)
         clicked = (
             sa.select(EVENTS.c.recommendation_id, EVENTS.c.user)
@@ -298,8 +299,7 @@ class Store:
         chosen = (
             sa.select(ANSWERS.c.version, ANSWERS.c.user, sa.func.count(), sa.func.count(clicked.c.recommendation_id))
             .join(clicked, same, isouter=True)
-            .where(ANSWERS.c.user.is_not(None), ANSWERS.c.version.in_([first, second]))
-            .where(ANSWERS.c.at >= began.scalar_subquery())
+            .where(*both, ANSWERS.c.at >= began.scalar_subquery())
             .group_by(ANSWERS.c.version, ANSWERS.c.user)
         )
         with self._connection() as connection:

@@ -90,7 +90,7 @@ def test_clicks_are_joined_by_answer_item_and_user(store, capsys, caplog):
 
     before = shown(0, "u", "1", at=1.0)  # the other version was not served yet
     store.show([before, *(shown(n, "u", "1") for n in (1, 2, 3)), shown(4, "v", "1"), shown(5, "w", "2")])
-    store.show([shown(6, None, "2"), shown(7, "x", "3")])
+    store.show([shown(6, None, "2"), shown(7, "x", "3"), shown(8, None, "2", at=0.5)])
     store.add([acted(0, "u", "a"), acted(1, "u", "a"), acted(1, "u", "b"), acted(2, "u", "c"), acted(3, "v", "a")])
     store.add([acted(4, "v", "a", kind="hide"), acted(5, "w", "b")])
 
