@@ -232,6 +232,8 @@ def _create_database(uri: str) -> None:
     path = sqlite_path(uri)
     if path is None:
         return
+    if path.is_dir():  # MLflow would try again and again
+        raise IsADirectoryError("it is a folder, but must be a file")
     if is_cut_short(path):
         raise OSError("file is not a database")
     if path.exists():

@@ -95,6 +95,11 @@ def test_a_server_that_does_not_answer_names_the_setting(uri):
         runs.connect(RegisterConfig(tracking_uri=uri))
 
 
+def test_a_folder_in_place_of_the_database_is_named_at_once(tmp_path):
+    with pytest.raises(TrackingError, match=rf"sqlite:///{tmp_path} does not answer \(it is a folder, but must be a f"):
+        runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}"))
+
+
 def connect_and_die(folder: Path) -> None:
     """Connect to a database in `folder`; die when its first table is made."""
     os.chdir(folder)
