@@ -137,7 +137,7 @@ class DamagedError(ValueError):
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
     """Turn the error of a reader that finds `path` cut short or altered into a `DamagedError`."""
-    if Path(path).is_dir():
+    if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, but must be a file")
     try:
         yield

@@ -186,4 +186,4 @@ def _stored(client: MlflowClient, champion: ModelVersion) -> Measured:
                 f"cannot be fetched ({error}); restore its run, or remove the alias {registry.CHAMPION} to choose "
                 "a new one"
             ) from error
-        return Measured(cases=read_table(path), values=_guards(champion))
+        return Measured(cases=read_table(Path(path)), values=_guards(champion))
