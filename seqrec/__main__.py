@@ -33,8 +33,13 @@ class Command(NamedTuple):
     summary: str
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function."""
-        function: Callable[..., Any] = pkgutil.resolve_name(self.place)
+        """Import and return the function; end the process if a package that it needs is not installed."""
+        try:
+            function: Callable[..., Any] = pkgutil.resolve_name(self.place)
+        except ModuleNotFoundError as error:
+            from seqrec.artifacts import explained
+
+            sys.exit(f"seqrec: {explained(error)}")
         return function
 
 
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it sets a level of its own
     try:
         _call(chosen.command, flags)
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if flags.verbose:
             raise
         from seqrec.artifacts import explained

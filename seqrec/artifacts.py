@@ -157,7 +157,9 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def explained(error: Exception) -> str:
-    """Return the message of an error, in words where a path is missing, or is a file but must be a folder."""
+    """Return the message of an error, in words where a path or a package is missing, or a folder is a file."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; docs/library.md lists the extras of seqrec, and what needs them"
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{error.filename} not found"
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,17 @@ def test_a_number_out_of_range_is_named_before_anything_runs(params, caplog, arg
     assert main(arguments) == 1
     assert caplog.messages[0].startswith(f"{arguments[0]}: {message}")
     assert sorted(path.name for path in Path().iterdir()) == ["params.yaml"]
+
+
+def test_a_package_that_is_not_installed_is_named(params, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for module in ("commands.registry", "tracking.registry"):
+        monkeypatch.delitem(sys.modules, f"seqrec.{module}", raising=False)
+    message = "mlflow is not installed; docs/library.md lists the extras"
+    with pytest.raises(SystemExit, match=message):
+        main(["registry", "show"])
+    assert main(["serve", "--port", "0"]) == 1
+    assert message in caplog.text
 
 
 def test_verbose_shows_the_traceback(params):
