@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from seqrec.artifacts import MAX_ID_LENGTH
 from seqrec.serving.events import IMPORTED, UserHistory
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import NumberRange
@@ -22,6 +24,8 @@ MAX_BYTES = 1_200  # of an id in the event store: PostgreSQL indexes two of them
 AHEAD_S = 86_400.0  # seconds by which the clock of a sender may be ahead
 EARLIEST = 631_152_000  # 1990, the default of validate.min_date: earlier events would stop a retraining
 
+UNCLEAN = re.compile("[\\x00-\\x1f\\x7f-\\x9f\ufffd]")  # what no id of a source may hold
+
 By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Id = Annotated[str, Field(max_length=1_000)]
@@ -31,6 +35,15 @@ Text = Annotated[str, Field(max_length=4_000)]
 def _fits_index(text: str) -> str:
     if len(text.encode(errors="replace")) > MAX_BYTES:
         raise ValueError(f"must have at most {MAX_BYTES} bytes")
+    return text
+
+
+def _is_id(text: str) -> str:
+    if len(text) > MAX_ID_LENGTH or not text.strip() or UNCLEAN.search(text):
+        raise ValueError(
+            f"must have at most {MAX_ID_LENGTH} characters, not all of them blank, and no control characters, which "
+            "would stop a retraining"
+        )
     return text
 
 
@@ -214,8 +227,8 @@ class UserEvent(Body):
         min_length=1,
         description="an id of your choice, without `import:` in front; a second event with the same id is ignored",
     )
-    user: Stored = Field(min_length=1)
-    item: Stored = Field(min_length=1)
+    user: Annotated[Stored, AfterValidator(_is_id)]
+    item: Annotated[Stored, AfterValidator(_is_id)]
     kind: Literal["view", "buy", "hide"] = Field(
         "view", description="`hide`: do not recommend this item to the user again"
     )

@@ -241,7 +241,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
         assert answers[2]["items"] == recommender.recommend(["i9"]).items
 
         for number, user in enumerate(("kim", "kim\n", "a\nb")):
-            send({"event_id": f"k{number}", "user": user, "item": f"i{number}", "kind": "view"})
+            store.add([Event(event_id=f"k{number}", user=user, item=f"i{number}", kind="view", at=now)])
         for path, item in (("kim", "i0"), ("kim%0A", "i1"), ("a%0Ab", "i2")):
             assert requests.get(f"{address}/users/{path}", timeout=10).json()["items"] == [item]
         assert requests.delete(f"{address}/users/kim%0A", timeout=10).json()["events"] == 1
@@ -257,6 +257,7 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
             {"at": 99e9},
             {"at": now + 2 * DAY},
             {"user": "\0"},
+            *({name: wrong} for name in ("user", "item") for wrong in ("u" * 257, "  ", "a\nb", "\ufffd")),
         ]
         for wrong in [*events, {"more": 1}]:
             assert send({**first, **wrong}).status_code == 422
