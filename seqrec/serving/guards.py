@@ -23,6 +23,7 @@ ADMIN = (("GET", "/users/"), ("DELETE", "/users/"), ("PUT", "/experiment"))  # m
 POLICY = "default-src 'none'; frame-ancestors 'none'"  # answers are data
 PAGE = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"  # no script or style in the HTML
 DOCS = ("/docs", "/redoc", "/docs/oauth2-redirect")  # pages of FastAPI, with scripts and styles in the HTML
+BEARER = re.compile("^bearer +", re.IGNORECASE)  # case is free, by RFC 9110
 SCRIPT = re.compile(rb"<script(?![^>]*src=)[^>]*>(.*?)</script>", re.DOTALL)
 
 
@@ -99,7 +100,7 @@ class Guards:
         service, path = self.service, scope["path"]
         caller = (scope.get("client") or ("",))[0]
         if self.keys is not None:
-            key = self.keys.find(Headers(scope=scope).get("authorization", "").removeprefix("Bearer "))
+            key = self.keys.find(BEARER.sub("", Headers(scope=scope).get("authorization", "")))
             if key is None:
                 return _refused(401, "send a valid key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"})
             if not key.admin and any(scope["method"] == m and path.startswith(p) for m, p in ADMIN):

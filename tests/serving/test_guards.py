@@ -69,7 +69,7 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
             assert requests.get(address + path, timeout=10).status_code == 200
         for path in ("/popular", "/similar/i1"):
             assert requests.get(address + path, timeout=10).status_code == 401
-        admins_alone = requests.put(f"{address}/experiment", headers={"Authorization": f"Bearer {app}"}, timeout=9)
+        admins_alone = requests.put(f"{address}/experiment", headers={"Authorization": f"bearer {app}"}, timeout=9)
         assert admins_alone.status_code == 403
 
         keys.expire(file, "app")
