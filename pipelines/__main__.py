@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from seqrec.artifacts import explained
 from seqrec.config import read_changes
+from seqrec.pipelines import client
+from seqrec.pipelines.client import Package, Server
+from seqrec.pipelines.compile import compile_pipeline
 from seqrec.pipelines.training import PIPELINES
 from seqrec.redaction import excepthook, redacted
-
-if TYPE_CHECKING:
-    from seqrec.pipelines.client import Package, Server
 
 LONGEST = 1e9  # seconds
 
@@ -113,8 +113,6 @@ def _package(pipeline: str = "training") -> argparse.ArgumentParser:
 
 
 def _compile(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines.compile import compile_pipeline
-
     compile_pipeline(flags.models, flags.output, flags.params, flags.pipeline)
 
 
@@ -140,8 +138,6 @@ def _form(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _submit(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines import client
-
     server, package = _sent(flags)
     package = replace(package, form=_form(flags), cache=not flags.no_cache)
     run_id = client.submit(server, package, root=flags.root)
@@ -151,21 +147,15 @@ def _submit(flags: argparse.Namespace) -> None:
 
 
 def _schedule(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines import client
-
     recurring = client.schedule(*_sent(flags), cron=flags.cron, root=flags.root)
     sys.stdout.write(f"recurring run {recurring}\n")
 
 
 def _unschedule(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines import client
-
     sys.stdout.write(f"deleted {client.unschedule(_server(flags), flags.pipeline)}\n")
 
 
 def _schedules(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines import client
-
     for pipeline in PIPELINES:
         for one in client.schedules(_server(flags), pipeline):
             cron = one.trigger.cron_schedule.cron
@@ -173,21 +163,15 @@ def _schedules(flags: argparse.Namespace) -> None:
 
 
 def _upload(flags: argparse.Namespace) -> None:
-    from seqrec.pipelines import client
-
     pipeline, version = client.upload(*_sent(flags))
     sys.stdout.write(f"pipeline {pipeline} version {version}\n")
 
 
 def _sent(flags: argparse.Namespace) -> tuple[Server, Package]:
-    from seqrec.pipelines.client import Package
-
     return _server(flags), Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
 
 
 def _server(flags: argparse.Namespace) -> Server:
-    from seqrec.pipelines.client import Server
-
     names = ("host", "namespace", "token", "cookies", "ca_file", "insecure")
     return Server(**{name: getattr(flags, name) for name in names})
 
