@@ -45,9 +45,8 @@ def sweep(model: SequenceModel, data: Sequences, *, filter_seen: bool, seed: int
     trained, points = model.options, []
     for sparsity, options in sorted(variants.items(), key=lambda pair: pair[0]):
         model.options = options
-        ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=filter_seen)
-        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
-        ndcg = float(metrics.ndcg(rank.numpy(), 10).mean())
+        ranked = ranking.rank(ranking.model_scorer(model), data, cases, filter_seen=filter_seen, both=False)
+        ndcg = float(metrics.ndcg(ranked.rank.numpy(), 10).mean())
         cost = _microseconds(model, data, cases)
         points.append(Point(sparsity=sparsity, ndcg=ndcg, microseconds=cost, trained=options is trained))
     model.options = trained

@@ -94,8 +94,7 @@ class CaseNdcg:
         scorer = with_counts(self.base, term.to(self.data.device))
         cases = Cases(user=self.user, position=self.position)
         ranked = ranking.rank(scorer, self.data, cases, filter_seen=self.filter_seen, both=False)
-        rank = ranked.rank if self.filter_seen else ranked.rank_unfiltered
-        return metrics.ndcg(rank.cpu().numpy(), CUTOFF)
+        return metrics.ndcg(ranked.rank.cpu().numpy(), CUTOFF)
 
     def _items(self, term: CountTerm) -> Tensor:
         return sequences.window(self.data, self.user, self.position, len(term.weights)).items.cpu()

@@ -82,19 +82,19 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
         replace(prepared, count=count[found.item].masked_fill(found.item == 0, -1)),  # ranks empty histories
         chosen,
         filter_seen=filter_seen,
+        both=False,
         top_k=TOP,
         rows=max(1, min(1024, SCORES_IN_MEMORY // max(len(count), len(found.item)))),
         name=checkpoint.card["model"],
     )
-    rank = ranked.rank if filter_seen else ranked.rank_unfiltered
     shown = ranked.top.masked_fill(found.item[ranked.top] == 0, 0)
     values = {"valid/coverage@10": metrics.list_metrics(shown, prepared.count)["coverage"]}
     target = prepared.items[chosen.position].long()
     tail = (prepared.count[target] > 0) & ~metrics.head_items(prepared.count)[target]
     if tail.any():
-        values["valid/ndcg@10/popularity=tail"] = float(metrics.ndcg(rank[tail].cpu().numpy(), 10).mean())
+        values["valid/ndcg@10/popularity=tail"] = float(metrics.ndcg(ranked.rank[tail].cpu().numpy(), 10).mean())
     return Measured(
-        cases=results.case_table("valid", prepared, chosen, rank, ranked.ties),
+        cases=results.case_table("valid", prepared, chosen, ranked.rank, ranked.ties),
         values=values,
         new_items=int((numbers.item[1:] == 0).sum()),
         new_users=int((numbers.user == 0).sum()),

@@ -98,7 +98,7 @@ def validate(
         chosen = Cases(user=chosen.user[mine], position=chosen.position[mine])
     scorer = ranking.model_scorer(model.eval(), known_U)
     ranked = ranking.rank(scorer, data, chosen, filter_seen=filter_seen, both=False, name=type(model).__name__)
-    counts = metrics.histogram(ranked.rank if filter_seen else ranked.rank_unfiltered, data.num_items)
+    counts = metrics.histogram(ranked.rank, data.num_items)
     if accelerator is not None:
         counts = accelerator.reduce(counts)
     values = metrics.from_histogram(counts)
