@@ -34,18 +34,6 @@ class Registry(UserDict[str, type[SequenceModel]]):
         """Return the module of an architecture, without importing it."""
         return self.place(name).partition(":")[0]
 
-    def name_of(self, architecture: type[SequenceModel]) -> str:
-        """Return the name of an architecture.
-
-        Raises:
-            ValueError: it is not registered.
-        """
-        place = VARIANTS.get(_place(architecture), _place(architecture))
-        for name in self:
-            if self.place(name) == place:
-                return name
-        raise ValueError(f"{_place(architecture)} is not registered: call seqrec.models.register(NAME, CLASS)")
-
 
 def _place(architecture: type[SequenceModel]) -> str:
     return f"{architecture.__module__}:{architecture.__name__}"
@@ -109,8 +97,12 @@ def architecture_of(name: str) -> type[SequenceModel]:
 
 def name_of(architecture: type[SequenceModel]) -> str:
     """Return the name of an architecture of `REGISTRY` or `UNTRAINED`; raise ValueError if it has none."""
-    registry = UNTRAINED if _place(architecture) in map(UNTRAINED.place, UNTRAINED) else REGISTRY
-    return registry.name_of(architecture)
+    place = VARIANTS.get(_place(architecture), _place(architecture))
+    for registry in (UNTRAINED, REGISTRY):
+        for name in registry:
+            if registry.place(name) == place:
+                return name
+    raise ValueError(f"{_place(architecture)} is not registered: call seqrec.models.register(NAME, CLASS)")
 
 
 __all__ = ["REGISTRY", "Batch", "Catalogue", "Options", "SequenceModel", "register"]

@@ -9,7 +9,7 @@ import pytest
 
 from seqrec.code_closure import closure, deciding
 from seqrec.config import FinetuneConfig
-from seqrec.models import REGISTRY
+from seqrec.models import REGISTRY, name_of
 from seqrec.training import resume
 
 FILES = {
@@ -93,7 +93,7 @@ def test_a_model_of_ones_own_decides_with_what_it_imports(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(REGISTRY, "mine", importlib.import_module("own_model").Mine)
 
-    assert (REGISTRY.place("mine"), REGISTRY.name_of(REGISTRY["mine"])) == ("own_model:Mine", "mine")
+    assert (REGISTRY.place("mine"), name_of(REGISTRY["mine"])) == ("own_model:Mine", "mine")
     found = deciding("seqrec.stages.finetune", REGISTRY.module("mine"))
     assert Path("seqrec/models/caser.py") in found
     own = ("own_detail.py", "own_model.py", "own_part.py")
