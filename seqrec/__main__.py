@@ -177,11 +177,17 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: An
         parser.add_argument(flag, action="store_true", help=text)
         return
     required = default is inspect.Parameter.empty
-    kind = next((t for t in (str, int, float, Path) if t in (hint, *typing.get_args(hint))), str)
+    kind: Callable[[str], Any] = next((t for t in (str, int, float, Path) if t in (hint, *typing.get_args(hint))), str)
     value = None if required else default
+    if typing.get_origin(hint) is Sequence:
+        kind, value = _names, ",".join(default)
     if value and value != argparse.SUPPRESS:
         text += " (default: %(default)s)"
     parser.add_argument(flag, required=required, default=value, type=kind, help=text, metavar=name.upper())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:

@@ -14,6 +14,7 @@ from support import ROOT, imported
 from seqrec import __version__
 from seqrec.__main__ import COMMANDS, FROM_PARAMS, bind, command_parser, main
 from seqrec.config import ServeConfig
+from seqrec.pipeline import BASELINES
 
 
 @pytest.fixture
@@ -43,7 +44,12 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "text"), [("recommend", "number of items (default: 10)"), ("score", "(default: params.yaml)")]
+    ("command", "text"),
+    [
+        ("recommend", "number of items (default: 10)"),
+        ("score", "(default: params.yaml)"),
+        ("baselines", "(default: popularity,repeats,"),
+    ],
 )
 def test_help_names_the_default(command, text, capsys):
     with pytest.raises(SystemExit):
@@ -78,6 +84,13 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_flag_of_several_names_separates_them_by_commas():
+    parser = command_parser("baselines")
+
+    assert parser.parse_args([]).names == BASELINES
+    assert parser.parse_args(["--names", "pctm, ease"]).names == ("pctm", "ease")
+
+
 def test_the_flags_of_the_service_win_over_its_section(params):
     params.write_text(params.read_text() + "\nserve: {rate: 5.0, share: 0.3, items: s3://bucket/items.parquet}\n")
     flags = command_parser("serve").parse_args(["--params", str(params), "--rate", "7"])
@@ -92,6 +105,7 @@ def test_the_flags_of_the_service_win_over_its_section(params):
     [
         (["ingest", "--dataset", "ml-9m"], "no entry datasets.ml-9m; did you mean ml-"),
         (["evaluate", "--model", "flashrec"], "--model: no entry models.flashrec; did you mean flash4rec?"),
+        (["baselines", "--names", "pctm,eas"], "--names: no baseline eas; did you mean ease?"),
         (["leaderboard", "--reports", "nowhere"], "leaderboard.json not found: run `make repro` first"),
         (["import", "--run", "nowhere"], "nowhere is not the output folder of `seqrec run`"),
         (["accept-reference", "--data", "nowhere", "--reference", "b.json"], "not found: run ingest first"),

@@ -23,6 +23,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.config import CountsConfig, EvaluateConfig
+from seqrec.config.checks import suggestion
 from seqrec.config.ranges import Count
 from seqrec.config.sections import EASE_ITEMS
 from seqrec.counts import search
@@ -93,11 +94,14 @@ def baselines(
         config: section `evaluate`.
         filter_seen: whether past items are removed from the candidates.
         ease_items: largest catalogue for which EASE is computed.
-        names: baselines to compute.
+        names: baselines to compute, separated by commas.
 
     Raises:
-        ValueError: the split has no validation or no test cases.
+        ValueError: a name is unknown; the split has no validation or no test cases.
     """
+    for name in names:
+        if name not in BASELINES:
+            raise ValueError(f"--names: no baseline {name}{suggestion(name, BASELINES)}")
     prepared = load_sequences(sequences)
     numbers = {split: len(cases(prepared, split)) for split in ("valid", "test")}
     for split, number in numbers.items():
