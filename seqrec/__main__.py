@@ -168,7 +168,8 @@ def _add_section(parser: argparse.ArgumentParser, section: Any) -> None:
 
     hints, texts = typing.get_type_hints(section), meanings(section)
     for field in dataclasses.fields(section):
-        _add_flag(parser, field.name, hints[field.name], argparse.SUPPRESS, texts[field.name].replace("%", "%%"))
+        text = texts[field.name].replace("%", "%%") + (f" (default: {field.default})" if field.default else "")
+        _add_flag(parser, field.name, hints[field.name], argparse.SUPPRESS, text)
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any, text: str) -> None:

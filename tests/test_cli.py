@@ -49,6 +49,7 @@ def test_help_shows_every_flag_with_a_text(command, capsys):
         ("recommend", "number of items (default: 10)"),
         ("score", "(default: params.yaml)"),
         ("baselines", "(default: popularity,repeats,"),
+        ("serve", "port to listen on; 0: any free one (default: 8000)"),
     ],
 )
 def test_help_names_the_default(command, text, capsys):
