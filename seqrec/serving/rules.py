@@ -106,7 +106,7 @@ class Attributes(dict[str, Attribute]):
     """The attributes of a catalogue by name. What filters look up is built when a filter first asks for it."""
 
     @classmethod
-    def read(cls, items: Path, item_ids: Sequence[str]) -> Attributes:
+    def read(cls, items: Path | str, item_ids: Sequence[str]) -> Attributes:
         """Read the items table that `ingest` wrote.
 
         Args:
@@ -116,7 +116,7 @@ class Attributes(dict[str, Attribute]):
         Raises:
             ValueError: the table has no item_id, or a column that is not text.
         """
-        table = read_table(items)
+        table = read_table(Path(items))
         kinds = {field.name: field.type for field in table.schema}
         wrong = [f"{name} is {kind}" for name, kind in ({"item_id": "missing"} | kinds).items() if kind not in TEXT]
         if wrong:

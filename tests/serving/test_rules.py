@@ -100,7 +100,7 @@ def test_attributes_come_from_the_items_table(tmp_path):
     columns = {"item_id": ["b", "a"], "title": ["B", "A"], "genres": ["x, Y", None], "year": ["1999", "unknown"]}
     write_table(tmp_path / "items.parquet", pa.table(columns))
 
-    found = Attributes.read(tmp_path / "items.parquet", ["a", "b", "not in the table"])
+    found = Attributes.read(str(tmp_path / "items.parquet"), ["a", "b", "not in the table"])
 
     assert set(found) == {"genres", "year"}
     assert found["genres"].meets(["y "]).tolist() == [False, False, True, False]
