@@ -1,4 +1,4 @@
-"""The library: a data set from a frame, a trained model, its figures and its recommendations.
+"""The library: a dataset from a frame, a trained model, its figures and its recommendations.
 
 It calls the stages of the pipeline, which keep their tables and weights in folders, so that every figure is that of
 `seqrec run` with the same settings.
@@ -203,10 +203,10 @@ class Model:
         """Return the figures of the stage evaluate.
 
         Args:
-            data: the data set that the model was trained on; needed after `load` alone.
+            data: the dataset that the model was trained on; needed after `load` alone.
 
         Raises:
-            ValueError: no data set is known, or the model was trained on another one.
+            ValueError: no dataset is known, or the model was trained on another one.
         """
         if self._reports is not None and (data is None or data is self.data):
             return Evaluation(self.name, read_json(self._reports / METRICS))
@@ -261,11 +261,11 @@ class Model:
         """Return the best items of every user after all of the user's events: user_id, items, scores.
 
         Args:
-            data: the data set that the model was trained on; needed after `load` alone.
+            data: the dataset that the model was trained on; needed after `load` alone.
             k: number of items.
 
         Raises:
-            ValueError: no data set is known, or it has another catalogue.
+            ValueError: no dataset is known, or it has another catalogue.
         """
         import polars as pl
 
@@ -310,11 +310,11 @@ def fit(
     """Train a model, and evaluate it. A terminal or a notebook shows the progress.
 
     Settings that none of `options`, `pretrain` and `finetune` names follow from the shape of the data, as in
-    `seqrec auto`, unless the data set was made with `from_params` and its settings describe the model.
+    `seqrec auto`, unless the dataset was made with `from_params` and its settings describe the model.
 
     Args:
-        data: the data set.
-        model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the data set's settings, or a
+        data: the dataset.
+        model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the dataset's settings, or a
             baseline: popularity, repeats, markov, ease, pctm or seqrules. A baseline has no settings.
         minutes: budget, from which the number of epochs follows; there is always one. A model that is pre-trained
             needs the number of those epochs in `pretrain`.
@@ -366,7 +366,7 @@ def fit(
             kind = REGISTRY[model]
             settled = config.parse(kind.Options, entry["options"], "options")
             if not shape.described and {"text", "attributes"} & kind.needs_of(settled):
-                raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the data set")
+                raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
             pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
             if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
