@@ -209,7 +209,7 @@ def _has_words(column: pl.Series) -> bool:
 def words_of(name: str) -> list[str]:
     """Return the words of a column name in lower case; `customerID`, `customer_id` and `Customer ID` give the same."""
     parts = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name)
-    return [word for word in re.split(r"[^a-z0-9]+", parts.lower()) if word]
+    return re.sub(r"\be mail", "email", re.sub(r"[^a-z0-9]+", " ", parts.lower())).split()
 
 
 def _sample(path: Path) -> pl.DataFrame:

@@ -122,6 +122,7 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
     ),
     "a chain of stores": ("date=iso store_id=group cust_id=user prod_id=item", "cust_id prod_id date"),
     "visitors": ("userId=some-users anonymousId=user event=number sku=item ts=epoch", "anonymousId sku ts"),
+    "an e-mail": ("ClientE-Mail=user Produkt-ID=item ordered_on=iso", "ClientE-Mail Produkt-ID ordered_on"),
     "ids written as fractions": ("n=number a=whole b=item c=iso", "a b c"),
 }
 
