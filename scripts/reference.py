@@ -118,7 +118,8 @@ def _table(cls: type, listed: type | None, ranges: bool) -> str:
 def _type(hint: Any) -> tuple[str, str]:
     kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     if typing.get_origin(kind) is Literal:
-        return ", ".join(f"`{value}`" if value != "" else "empty" for value in typing.get_args(kind)), ""
+        values = ", ".join(f"`{value}`" if value != "" else "empty" for value in typing.get_args(kind))
+        return values, ", ".join(map(str, limits))
     name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
     return _cell(name.replace("seqrec.config.sections.", "")), ", ".join(map(str, limits))
 

@@ -25,6 +25,7 @@ def test_every_setting_has_a_meaning():
 
     assert silent == set()
     assert reference.meanings(reference.config.PretrainConfig)["held_out"].startswith("unisrec")
+    assert "| `loss` | `ce`, `sampled_ce`, `bce`, `gbce`, `bpr` | `'ce'` | or auto |" in reference.settings()
     assert "SUPPRESS" not in reference.commands()  # the default of a flag that has none of its own
 
 

@@ -133,7 +133,7 @@ class PrepareConfig(Section):
     filter_on: Literal["train", "all"] = "train"  # temporal: the k-core counts events before the first cut | all
     noise_share: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # share of training events that get a random item
     seed: Seed = 42  # seed of this stage
-    newest_first: bool = False  # a user's events of one time are in the file from the last to the first
+    newest_first: bool = False  # a user's events of one time are listed from the last to the first
     extend: str = ""  # folder of earlier sequences, whose users and items keep their numbers
     engine: Literal["polars", "spark"] = "polars"  # polars: one machine | spark: a cluster; same result
     shard_events: Annotated[int, Bounds(ge=1, le=1 << 26)] = 1 << 25  # events per part of sequences.arrow
@@ -252,7 +252,7 @@ class CountsConfig(Section):
 class FinetuneConfig(TrainConfig):
     """Section `finetune`."""
 
-    counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | see CountsConfig
+    counts: str | dict[str, Any] = "none"  # count term: none | auto: chosen on validation | its values
     ease_items: Count = EASE_ITEMS  # largest catalogue for which counts: auto tries EASE, which then takes minutes
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class TuneConfig(Section):
     startup_trials: Positive = 5  # random trials at the start; no trial is pruned before that many are complete
     warmup_epochs: Count = 5  # epochs in which no trial is pruned
     seed: Seed = 42  # seed of the search
-    # model -> setting (finetune.learning_rate, options.dropout, ...) -> its SearchRange
+    # model -> setting (finetune.learning_rate, options.dropout, ...) -> its range
     spaces: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -400,8 +400,8 @@ class LaunchConfig(Section):
 class KubernetesConfig(Section):
     """Section `kubernetes`: resources and environment of the steps on a cluster."""
 
-    resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # step, or default -> StepResources
-    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> its LaunchConfig
+    resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # step, or default -> its resources
+    launch: dict[str, LaunchConfig] = field(default_factory=dict)  # pretrain, finetune or prepare -> how it runs
     state_claim: str = ""  # PersistentVolumeClaim for downloads and resume states; empty: lost with the pod
     data_claim: str = ""  # PersistentVolumeClaim with the files to ingest, mounted at /data
     environment: dict[str, str] = field(default_factory=dict)  # environment variables of every step
