@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="pipelines", description="Compile, run and schedule the pipelines on Kubeflow."
+        prog="python -m seqrec.pipelines", description="Compile, run and schedule the pipelines on Kubeflow."
     )
     commands = parser.add_subparsers(required=True, dest="command")
     server = argparse.ArgumentParser(add_help=False)

@@ -169,6 +169,13 @@ def test_a_run_is_awaited_through_failed_polls_and_gets_the_inputs_of_the_comman
     assert (wrong, "finetune.patiense: unknown key" in why) == (1, True)
 
 
+def test_the_usage_names_the_module(capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--help"])
+
+    assert capsys.readouterr().out.startswith("usage: python -m seqrec.pipelines compile ")
+
+
 def test_without_docker_the_command_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     assert main(["run-local", "--docker", "--out", str(tmp_path / "out")]) == 1
