@@ -37,7 +37,10 @@ WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
 RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
-RATES = {"flash4rec": 3e-3, "recformer": 2e-3, "gru4rec": 2e-3}  # learning rates, by architecture
+# learning rates, by architecture
+RATES = {"flash4rec": 3e-3} | dict.fromkeys(
+    ("sasrec", "rec_denoiser", "strec", "hstu", "bert4rec", "gru4rec", "recformer"), 2e-3
+)
 RATE = 1e-3  # of the other architectures
 WORD_RATES = {"flash4rec": 1e-3}  # with words, whose vectors add up in that of an item
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them

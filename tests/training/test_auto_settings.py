@@ -116,7 +116,8 @@ def test_words_are_read_where_items_have_text_and_few_events(name):
         ("gru4rec", {}, 2e-3),
         ("recformer", {}, 2e-3),
         ("recformer", {"encoder": "text"}, 1e-3),
-        ("sasrec", {}, 1e-3),
+        ("sasrec", {}, 2e-3),
+        ("caser", {}, 1e-3),
     ],
 )
 def test_the_learning_rate_depends_on_the_architecture_and_what_it_reads(name, given, rate):
