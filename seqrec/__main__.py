@@ -197,7 +197,7 @@ def _is_dataset_of_params(parameter: inspect.Parameter) -> bool:
 
 
 def _needs_params(function: Callable[..., Any]) -> bool:
-    """Return whether a command that is no stage takes some of its arguments from params.yaml."""
+    """Return whether a command that is not a stage takes some of its arguments from params.yaml."""
     parameters = inspect.signature(function).parameters
     return not parameters.keys().isdisjoint(FROM_PARAMS) or any(map(_is_dataset_of_params, parameters.values()))
 
@@ -235,7 +235,7 @@ def _call_stage(stage: Stage, values: dict[str, Any], flags: argparse.Namespace)
 
 
 def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a command from the flags; where it is no stage, also those from params.yaml."""
+    """Return the arguments of a command from the flags; where it is not a stage, also those from params.yaml."""
     function = COMMANDS[name].load()
     _check_numbers(function, flags)
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters

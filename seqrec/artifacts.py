@@ -151,7 +151,8 @@ def whole(path: Path) -> Iterator[None]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "not a parquet file" in reason and path.suffix != ".parquet":  # such as the source's own CSV file
             raise ValueError(
-                f"{path} is no Parquet file: name one that `ingest` wrote, such as data/{ITEMS} or data/{INTERACTIONS}"
+                f"{path} is not a Parquet file: name one that `ingest` wrote, such as data/{ITEMS} or "
+                f"data/{INTERACTIONS}"
             ) from error
         raise DamagedError(f"{path} is damaged ({reason:.200}): {remedy(path)}") from error
 

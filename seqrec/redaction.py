@@ -51,7 +51,7 @@ def is_secret_name(name: str) -> bool:
 def holds_secret(value: str) -> bool:
     """Return whether a setting's value is a URL with a password in it, or with a token or signature in its query.
 
-    A user name alone, as in `ssh://git@host`, is no secret; over HTTP it is, since tokens are given that way.
+    A user name alone, as in `ssh://git@host`, is not a secret; over HTTP it is, since tokens are given that way.
     """
     logins, queries = _USERINFO.finditer(value), _QUERY.finditer(value)
     return any(map(_is_login, logins)) or any(is_secret_name(found["name"]) for found in queries)

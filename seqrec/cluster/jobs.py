@@ -217,7 +217,7 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
 
 
 def forget(manifest: Mapping[str, Any]) -> None:
-    """Delete a job whose output has been fetched; one that is gone already is no error."""
+    """Delete a job whose output has been fetched; one that is gone already is not an error."""
     _Jobs(manifest).delete()
 
 

@@ -372,9 +372,10 @@ def check_labels(setting: str, labels: Mapping[str, str]) -> None:
     for key, value in labels.items():
         prefix, separator, name = key.rpartition("/")
         fits = LABEL.fullmatch(name) and (not separator or NAME.fullmatch(prefix))
-        require(bool(fits), f"{setting}: {key!r:.80} is no key of a label, such as pool or kueue.x-k8s.io/queue-name")
+        require(bool(fits), f"{setting}: {key!r:.80} is not the key of a label, like pool or kueue.x-k8s.io/queue-name")
         fits = not value or LABEL.fullmatch(value)
-        require(bool(fits), f"{setting}.{key}: {value!r:.80} is no value of a label: 63 letters, digits, - _ . at most")
+        limits = "63 letters, digits, - _ . at most"
+        require(bool(fits), f"{setting}.{key}: {value!r:.80} is not the value of a label: {limits}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,7 +244,7 @@ def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_forma
         found = _time_of_events(named, rows, roles, time_format)
         free = [name for name in rows.columns if name not in (*named, *roles.values()) and _is_date(rows[name])]
         better = found and not _varying([found], rows, roles) and _varying(free, rows, roles)
-        return None if better else found  # a day of release is no time of an event
+        return None if better else found  # a day of release is not a time of an event
     if role == "rating":
         return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
     best = min(named, key=lambda column: _is_sparse(rows[column]) or not _is_id(rows[column]), default=None)
@@ -302,7 +302,7 @@ def _score(role: str, name: str) -> float:
     sure = len(set(words_of(name)) - ID_WORDS) <= 1 or _stems(name)[-1] in WORDS[role]
     if role in ("user_id", "item_id"):
         if _noun(name) in GROUP_WORDS:
-            return 0.0  # an item's category is no item, but an order's item is one
+            return 0.0  # an item's category is not an item, but an order's item is one
         if not _marks_ids(name) and index["title"] is not None:
             return 0.0 if role == "item_id" else 0.1  # a product's name is its title, a user's name may serve as an id
         if not _marks_ids(name) and not _names(role, name):

@@ -37,7 +37,7 @@ class LogCounts:
 
 def read_events(path: Path) -> pl.DataFrame:
     """Return the interactions table with categorical ids, which take 4 bytes a row, whatever their length."""
-    open_table(path)  # polars' own error is no ValueError
+    open_table(path)  # polars' own error is not a ValueError
     ids = pl.col("user_id", "item_id").cast(pl.Categorical)
     return pl.scan_parquet(path, glob=False).with_columns(ids).collect(engine="streaming")
 

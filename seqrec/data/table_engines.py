@@ -33,7 +33,7 @@ class Polars:
 
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
-        open_table(path)  # polars' own error is no ValueError
+        open_table(path)  # polars' own error is not a ValueError
         return nw.from_native(pl.scan_parquet(path, glob=False))
 
     def table(self, frame: Frame) -> Table:
@@ -88,7 +88,7 @@ class Spark:
 
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
-        open_table(path)  # Spark's own error is no ValueError
+        open_table(path)  # Spark's own error is not a ValueError
         frame: Frame = nw.from_native(self.session.read.parquet(str(path)))
         return frame
 

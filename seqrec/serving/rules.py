@@ -121,7 +121,7 @@ class Attributes(dict[str, Attribute]):
         wrong = [f"{name} is {kind}" for name, kind in ({"item_id": "missing"} | kinds).items() if kind not in TEXT]
         if wrong:
             raise ValueError(
-                f"items: {items} is no table that `ingest` wrote, whose columns are item_id and others, all of them "
+                f"items: {items} is not a table that `ingest` wrote, whose columns are item_id and others, all of them "
                 f"text: {', '.join(wrong)}"
             )
         row = pc.index_in(pa.array(item_ids, pa.string()), table["item_id"].combine_chunks())

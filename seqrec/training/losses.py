@@ -186,7 +186,7 @@ def _blocks(
     weight_N: Tensor | None = None,
 ) -> Tensor:
     """Fill the gradients (items': weighted by `weight_N`) and return the values (N,)."""
-    candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is no candidate
+    candidate_VD, goal_N = item_VD[1:], (target_N - 1).unsqueeze(1)  # padding is not a candidate
     limit, most = (LOGITS_ON_GPU, len(query_ND)) if query_ND.is_cuda else (LOGITS_IN_MEMORY, 1024)
     floats = max(limit, item_VD.numel())  # small blocks would read a huge item table too often
     rows = max(1, min(most, floats // max(1, len(candidate_VD)), len(query_ND)))

@@ -66,14 +66,14 @@ PARAMS = {
         *(
             ("kubernetes", setting, message)
             for setting, message in (
-                ({"labels": {"a b": ""}}, "kubernetes: labels: 'a b' is no key of a label"),
-                ({"labels": {"A_/b": ""}}, "kubernetes: labels: 'A_/b' is no key of a label"),
-                ({"labels": {"a/b/c": ""}}, "kubernetes: labels: 'a/b/c' is no key of a label"),
+                ({"labels": {"a b": ""}}, "kubernetes: labels: 'a b' is not the key of a label"),
+                ({"labels": {"A_/b": ""}}, "kubernetes: labels: 'A_/b' is not the key of a label"),
+                ({"labels": {"a/b/c": ""}}, "kubernetes: labels: 'a/b/c' is not the key of a label"),
                 ({"labels": {"a": "x" * 64}}, "kubernetes: labels.a: 'xxx"),
-                ({"labels": {"a": "b."}}, "kubernetes: labels.a: 'b.' is no value of a label"),
+                ({"labels": {"a": "b."}}, "kubernetes: labels.a: 'b.' is not the value of a label"),
                 (
                     {"resources": {"finetune": {"node_selector": {"pool": "g p u"}}}},
-                    "kubernetes: resources.finetune: node_selector.pool: 'g p u' is no value",
+                    "kubernetes: resources.finetune: node_selector.pool: 'g p u' is not the value",
                 ),
                 ({"environment": {"A=B": "1"}}, "kubernetes: ['A=B'] cannot be the name of an environment variable"),
                 ({"environment": {"": "1"}}, "kubernetes: [''] cannot be the name of an environment variable"),

@@ -36,7 +36,7 @@ def test_no_input_ends_in_a_traceback(target, tmp_path):
         @given(target.inputs)
         def search(value):
             (tmp_path / "input").write_text(repr(value), errors="backslashreplace")  # if the process dies of it
-            assert attempt(target, value) in (True, False)  # it raises whatever is no clear error
+            assert attempt(target, value) in (True, False)  # it raises whatever is not a clear error
 
         search()
         if time.monotonic() >= end:

@@ -19,5 +19,5 @@ def test_scores_equal_torch_encoder_layers_and_the_head_of_the_paper():
         x = torch_layer(block)(x, src_key_padding_mask=batch.items == 0)
     dense, norm = model.head[0], model.head[2]
     x = F.layer_norm(F.gelu(x @ dense.weight.T + dense.bias), (16,), norm.weight, norm.bias)
-    expected = x @ model.items.weight[:31].T + model.bias  # padding and 30 items; MASK is no candidate
+    expected = x @ model.items.weight[:31].T + model.bias  # padding and 30 items; MASK is not a candidate
     torch.testing.assert_close(scores[batch.items == MASK], expected[batch.items == MASK], atol=1e-4, rtol=1e-4)

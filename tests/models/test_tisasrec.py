@@ -13,7 +13,7 @@ from seqrec.serving.torch_engine import TorchEngine, as_batch
 
 
 def test_intervals_are_in_units_of_the_smallest_gap_so_far():
-    """Padding is no gap, and equal times are no unit."""
+    """Padding is not a gap, and equal times are not a unit."""
     batch = make_batch([[3, 7, 2, 9], [3, 7], [1, 2, 3, 4]])
     times = torch.tensor([[-100.0, -70.0, -70.0, 0.0], [0.0, 0.0, -50.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     batch = batch._replace(times=times)

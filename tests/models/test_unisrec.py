@@ -83,7 +83,7 @@ def test_pre_training_contrasts_items_and_views():
     history, target = make_batch([[3, 7], [5, 1], [8, 9]]), torch.tensor([2, 4, 6])
     query = F.normalize(plain(history)[:, -1], dim=-1)  # ids have no part in it
 
-    terms = model.training_loss(batch, lambda _: pytest.fail("the next item is no task here"))
+    terms = model.training_loss(batch, lambda _: pytest.fail("the next item is not a task here"))
 
     items = contrast(query / 0.07, plain.item_vectors()[target], target)
     views = contrast(query / 0.07, query, target)  # nothing was dropped

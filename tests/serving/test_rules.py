@@ -126,10 +126,10 @@ def test_attributes_come_from_the_items_table(tmp_path):
 def test_a_table_of_items_that_rules_cannot_read_is_refused(tmp_path, columns, reason):
     write_table(tmp_path / "items.parquet", pa.table(columns))
 
-    with pytest.raises(ValueError, match=f"items.parquet is no table that `ingest` wrote.*: {reason}$"):
+    with pytest.raises(ValueError, match=f"items.parquet is not a table that `ingest` wrote.*: {reason}$"):
         Attributes.read(tmp_path / "items.parquet", ["a"])
     (tmp_path / "items.csv").write_text("item_id,year\na,1999\n")
-    with pytest.raises(ValueError, match=r"items.csv is no Parquet file: name one .* such as data/items.parquet"):
+    with pytest.raises(ValueError, match=r"items.csv is not a Parquet file: name one .* such as data/items.parquet"):
         Attributes.read(tmp_path / "items.csv", ["a"])
 
 

@@ -156,7 +156,7 @@ def test_a_resumed_training_goes_on_in_its_run_without_a_point_twice(client, con
     run = runs.find_run(client, experiment, "resumed")
     assert run.info.status == "FINISHED"
     assert points(client, run, "curve/loss") == [(1, 3.0), (2, 2.0), (3, 0.3333)]
-    assert set(run.data.metrics) == {"curve/loss"}  # no step; and a number that is none is no point
+    assert set(run.data.metrics) == {"curve/loss"}  # no step; and a number that is none is not a point
     assert not caplog.records
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 HEADER_BYTES = 1 << 16
 PIECE_BYTES, PIECES = 1 << 18, 32  # of an excerpt
-LONGEST_LINE = 1 << 26  # bytes; a longer line means that the file is no text, and must not fill memory
+LONGEST_LINE = 1 << 26  # bytes; a longer line means that the file is not text, and must not fill memory
 MARKS = ("_line", "_text", "_problem")
 PACKED = {  # first bytes -> what such a file is
     b"PK\x03\x04": "is a zip archive or an Excel file",
