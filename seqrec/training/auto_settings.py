@@ -42,7 +42,7 @@ RATES = {"flash4rec": 3e-3} | dict.fromkeys(
     ("sasrec", "rec_denoiser", "strec", "hstu", "bert4rec", "gru4rec", "recformer"), 2e-3
 )
 RATE = 1e-3  # of the other architectures
-WORD_RATES = {"flash4rec": 1e-3}  # with words, whose vectors add up in that of an item
+WORD_RATES = {"flash4rec": 2e-3}  # with words, whose vectors add up in that of an item
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
 
 
