@@ -75,9 +75,11 @@ def recommend(
     for item_id, drop in zip(request.history, drops, strict=True):
         known = drop if item_id in recommender.items else " (unknown, skipped)"
         console.print(f"after   {escape(item_id)}  {escape(titles.get(item_id, ''))}{known}", highlight=False)
-    table = Table("", "item", "title", "score", title=f"{answer.source} recommends")
+    titled = any(titles.values())
+    table = Table("", "item", *(["title"] if titled else []), "score", title=f"{answer.source} recommends")
     for rank, (item_id, score) in enumerate(zip(answer.items, answer.scores, strict=True), start=1):
-        table.add_row(str(rank), escape(item_id), escape(titles.get(item_id, "")), f"{score:.3f}")
+        title = [escape(titles.get(item_id, ""))] if titled else []
+        table.add_row(str(rank), escape(item_id), *title, f"{score:.3f}")
     console.print(table)
     notes = [*answer.notes, *([BESIDE] if any(drops) else [])]
     if answer.source == POPULARITY and ";" in history:

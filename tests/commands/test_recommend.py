@@ -5,6 +5,7 @@ import pytest
 from support import imported, prepare_rows, save, synthetic_rows
 
 from seqrec.__main__ import main
+from seqrec.artifacts import ITEMS
 from seqrec.commands import recommend
 from seqrec.config import ConfigError
 from seqrec.data import sequences
@@ -63,6 +64,16 @@ def test_recommendations_are_printed_with_titles(saved, capsys):
     assert "no such   (unknown, skipped)" in printed
     assert "Title of i1" in printed
     assert "sasrec recommends" in printed
+
+
+def test_items_without_titles_have_no_column_of_titles(saved, tmp_path, capsys):
+    sequences = prepare_rows(tmp_path / "data", synthetic_rows())
+    (tmp_path / "data" / ITEMS).unlink()
+    untitled = save("sasrec", sequences, tmp_path / "untitled", model="sasrec")
+
+    for folder, titled in ((saved, True), (untitled, False)):
+        assert main(["recommend", "--history", "i1", "--saved", str(folder)]) == 0
+        assert ("title" in capsys.readouterr().out) is titled
 
 
 def test_a_model_in_a_folder_needs_no_params_yaml(saved, tmp_path, capsys, caplog, monkeypatch):
