@@ -90,7 +90,7 @@ def _index(path: Path, column: str) -> pl.DataFrame:
 
     Raises:
         ValueError: a line is malformed, or repeats an id or a number, which would merge or duplicate events; or there
-            is not a line.
+            is no line.
     """
     names = ("_id", column)
     frames = [frame.select("_line", "_problem", *names) for frame in delimited(path, names, "\t")]
