@@ -48,6 +48,6 @@ class ServeConfig(Section):
         super().__post_init__()
         require(not self.metrics_port or self.metrics_port != self.port, "metrics_port must differ from port")
         for origin in map(str.strip, self.origins.split(",") if self.origins else ()):
-            require(bool(ORIGIN.fullmatch(origin)), f"origins: {origin!r:.80} is none, such as https://shop.example")
+            require(bool(ORIGIN.fullmatch(origin)), f"origins: {origin!r:.80} is not one, such as https://shop.example")
         require(self.host != "", "host must not be empty; 0.0.0.0 listens on all addresses")
         require(not 0 < self.rate < SLOWEST, f"rate must be 0 or at least {SLOWEST}, not {self.rate!r}")

@@ -154,6 +154,7 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
         # without the input, which may hold what JSON cannot: NaN, half a surrogate pair
         return JSONResponse({"detail": [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]}, 422)
 
+    @api.exception_handler(ImportError)  # of a package that only some models need
     @api.exception_handler(RuntimeError)
     async def failed(_: HTTPRequest, error: Exception) -> JSONResponse:
         if not isinstance(error, PassError):  # which was logged once for all requests of the pass

@@ -326,7 +326,7 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
             answer = requests.options(f"{address}/recommend", headers=headers, timeout=10)
         assert answer.headers.get("access-control-allow-origin") == allowed
     for wrong in ("https://a.example, https://shop.example/", "shop.example", "https://a.example,"):
-        with pytest.raises(ValueError, match=r"origins: '.*' is none, such as https://shop.example"):
+        with pytest.raises(ValueError, match=r"origins: '.*' is not one, such as https://shop.example"):
             ServeConfig(origins=wrong)
 
 

@@ -171,7 +171,7 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
 def test_a_pass_that_fails_is_a_503_and_the_next_one_works(recommender, caplog):
     failing = copy.copy(recommender)
     failing.answer = mock.Mock(side_effect=[RuntimeError("out of memory"), [recommender.recommend(["i1"])]])
-    failing.similar = mock.Mock(side_effect=RuntimeError("out of memory"))
+    failing.similar = mock.Mock(side_effect=ImportError("no torch"))
 
     with service(failing) as address:
         apart = requests.get(f"{address}/similar/i1", timeout=10)
