@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,14 +23,16 @@ USERS = (
     *("user", "uid", "username", "customer", "cust", "client", "member", "visitor", "reviewer", "buyer", "shopper"),
     *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
     *("profilename", "cookie", "device", "author", "guest", "borrower", "rider", "passenger", "patient", "learner"),
-    *("anonymous", "anon", "email"),
+    *("anonymous", "anon", "email", "kunde", "kunden", "kundennummer", "kundennr", "nutzer", "benutzer", "cliente"),
+    *("usuario", "utilisateur", "utente", "klant", "klantnr", "gebruiker"),
 )
 ITEMS = (
     *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
     *("video", "film", "game", "business", "merchant", "venue", "location", "course", "artist", "content", "page"),
     *("url", "app", "news", "anime", "recipe", "hotel", "restaurant", "podcast", "episode", "offer", "beer"),
     *("document", "job", "title", "station", "tour", "place", "prod", "prd", "goods", "ad", "post", "dish", "repo"),
-    *("problem", "question", "exercise", "photo", "listing"),
+    *("problem", "question", "exercise", "photo", "listing", "ean", "artikel", "artikelnummer", "artikelnr", "produkt"),
+    *("buch", "articulo", "producto", "libro", "pelicula", "produit", "livre", "produto", "prodotto", "articolo"),
 )
 WORDS = {  # role -> words in names of its columns, most reliable first
     "user_id": (*USERS, *(f"{word}s" for word in USERS)),
@@ -39,7 +42,11 @@ WORDS = {  # role -> words in names of its columns, most reliable first
         *("watched", "clicked", "viewed", "played", "at", "day", "dt"),
     ),
     "rating": ("rating", "ratings", "stars", "overall", "rate", "score"),
-    "title": ("title", "name", "description"),
+    "title": (
+        *("title", "name", "description", "titel", "bezeichnung", "artikelbezeichnung", "artikelname", "produktname"),
+        *("titulo", "nombre", "descripcion", "titre", "nom", "libelle", "designation", "nome", "titolo", "descrizione"),
+        *("descricao", "naam", "omschrijving"),
+    ),
 }
 SURE = 2.0  # least score of a name that needs no check of its values
 RELIABLE = 12  # number of words that mean a user or an item even without a word of ID_WORDS
@@ -50,6 +57,10 @@ GROUP_WORDS = {  # words of columns that are rarely ids
     *("order", "invoice", "basket", "cart", "transaction", "receipt", "impression", "category", "type", "brand"),
     *("store", "shop", "city", "campaign", "owner", "seller", "employee"),
     *("price", "country", "bill", "count", "quantity", "qty", "amount", "length", "duration", "step", "text", "body"),
+    *("bestellung", "bestellnummer", "bestellnr", "auftrag", "rechnung", "rechnungsnummer", "rechnungsnr", "beleg"),
+    *("belegnummer", "belegnr", "bon", "bonnr", "filiale", "kategorie", "marke", "menge", "preis", "pedido", "factura"),
+    *("tienda", "categoria", "marca", "cantidad", "precio", "commande", "facture", "magasin", "categorie", "marque"),
+    *("quantite", "prix", "fatura", "quantidade", "preco", "ordine", "fattura", "negozio", "quantita", "prezzo"),
 }
 FOREIGN = {"item_id": "user_id", "title": "user_id", "timestamp": "rating", "rating": "timestamp"}  # not both in a name
 REQUIRED = ("user_id", "item_id", "timestamp")
@@ -207,8 +218,9 @@ def _has_words(column: pl.Series) -> bool:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a column name in lower case; `customerID`, `customer_id` and `Customer ID` give the same."""
-    parts = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name)
+    """Return a column name's words in lower case without accents; `customerID` and `Customer ID` give the same."""
+    plain = re.sub(r"[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name))
+    parts = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", plain)
     return re.sub(r"\be mail", "email", re.sub(r"[^a-z0-9]+", " ", parts.lower())).split()
 
 

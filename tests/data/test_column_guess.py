@@ -123,6 +123,18 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
     "a chain of stores": ("date=iso store_id=group cust_id=user prod_id=item", "cust_id prod_id date"),
     "visitors": ("userId=some-users anonymousId=user event=number sku=item ts=epoch", "anonymousId sku ts"),
     "an e-mail": ("ClientE-Mail=user Produkt-ID=item ordered_on=iso", "ClientE-Mail Produkt-ID ordered_on"),
+    "in German": (
+        "Filiale=group Bonnr=visit Kundennr=user EAN=item Artikelname=words Menge=count Kaufdatum=iso",
+        "Kundennr EAN Kaufdatum Artikelname",
+    ),
+    "in Portuguese": (
+        "id_pedido=visit id_cliente=user id_produto=item descrição=words criado=iso",
+        "id_cliente id_produto criado descrição",
+    ),
+    "in French": (
+        "commande=visit client=user produit=item désignation=words quantité=percent date=iso",
+        "client produit date désignation",
+    ),
     "ids written as fractions": ("n=number a=whole b=item c=iso", "a b c"),
 }
 
