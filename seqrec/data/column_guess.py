@@ -319,6 +319,7 @@ def _score(role: str, name: str) -> float:
             return 0.0 if role == "item_id" else 0.1  # a product's name is its title, a user's name may serve as an id
         if not _marks_ids(name) and not _names(role, name):
             return 0.0  # an item's size
+        sure = sure or (role == "item_id" and set(words_of(name)) <= set(ITEMS[:RELIABLE]))  # a product's SKU
         sure = sure and (found < RELIABLE or _marks_ids(name))
     return (SURE if sure else 1.0) + 1 / (2 + found)
 

@@ -123,6 +123,7 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
     "a chain of stores": ("date=iso store_id=group cust_id=user prod_id=item", "cust_id prod_id date"),
     "visitors": ("userId=some-users anonymousId=user event=number sku=item ts=epoch", "anonymousId sku ts"),
     "an e-mail": ("ClientE-Mail=user Produkt-ID=item ordered_on=iso", "ClientE-Mail Produkt-ID ordered_on"),
+    "a product's SKU": ("post_id=visit email=user product_sku=item date=iso", "email product_sku date"),
     "in German": (
         "Filiale=group Bonnr=visit Kundennr=user EAN=item Artikelname=words Menge=count Kaufdatum=iso",
         "Kundennr EAN Kaufdatum Artikelname",
