@@ -197,13 +197,14 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
         raise ValueError(f"{path.name} has no column {title!r} for title; its columns are {', '.join(names):.300}")
     unnamed = names[:1] == ["column_1"]  # the file has no header
     distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
-    ids = [item] if item in names and not unnamed else [*_named("item_id", rows, {"title": title}), *distinct]
+    named = [item] if item in names and not unnamed else _named("item_id", rows, {"title": title})
+    ids = named or distinct
     if not ids:
         raise ValueError(
             f"{path.name}: none of the columns {', '.join(names):.300} looks like item_id; "
             f"rename the column of item ids to {item}"
         )
-    found = [Guess("items.item_id", ids[0], FITTING if ids == distinct else NAMED)]
+    found = [Guess("items.item_id", ids[0], NAMED if named else FITTING)]
     if title or (title := _title(rows, {"item_id": ids[0]}) or ""):
         found.append(Guess("items.title", title, NAMED))
     elif unnamed and (title := next((name for name in names if name != ids[0] and _has_words(rows[name])), "")):

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from seqrec.config import IngestConfig
-from seqrec.data.column_guess import ORDER, REQUIRED, guess, guess_items, is_lines
+from seqrec.data.column_guess import FITTING, NAMED, ORDER, REQUIRED, guess, guess_items, is_lines
 from seqrec.data.readers import blocks, csv_files, own_files
 
 ROWS = 60
@@ -348,6 +348,7 @@ def test_an_empty_parquet_file_has_no_rows(tmp_path):
     [
         ("id item name", "", "item name"),  # the log's column
         ("sku product_name category", "", "sku product_name"),
+        ("item title", "title", "item title"),  # no other column has unique values
         ("code words", "", "code"),
         ("code words", "words", "code words"),
     ],
@@ -360,6 +361,7 @@ def test_columns_of_an_items_file(tmp_path, names, title, wanted):
 
     assert [one.column for one in found] == wanted.split()
     assert [one.name for one in found] == ["items.item_id", "items.title"][: len(found)]
+    assert found[0].why == (FITTING if found[0].column == "code" else NAMED)
 
 
 @pytest.mark.parametrize(
