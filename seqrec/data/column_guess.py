@@ -88,7 +88,7 @@ FEW = 200  # so many values are tried first
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
-ONE_EVENT = "; each row must be one event, and lists in it are not read"
+ONE_EVENT = "; each row must be one event; lists in it, and objects in objects, are not read"
 NO_TIMES = (
     "; if the rows are in the order of the events, add a column with their numbers and name it with --time; a log "
     "without times can also be lines of `user item item ...`, oldest item first"

@@ -159,6 +159,13 @@ def test_a_row_must_be_one_event(tmp_path):
         guess(tmp_path / "log", {})
 
 
+def test_objects_in_objects_are_named_as_unread(tmp_path):
+    (tmp_path / "log").write_text(json.dumps({"event": {"user": {"id": 1}, "item": {"id": 2}}, "at": T0}) + "\n")
+
+    with pytest.raises(ValueError, match=r"looks like user_id.* objects in objects, are not read"):
+        guess(tmp_path / "log", {})
+
+
 def format_of(times, folder):
     users, items = [f"u{n % 30}" for n in range(len(times))], [f"i{n % 20}" for n in range(len(times))]
     pl.DataFrame({"user": users, "item": items, "time": times}).write_parquet(folder / "log")
