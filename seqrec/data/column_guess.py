@@ -207,15 +207,16 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     found = [Guess("items.item_id", ids[0], NAMED if named else FITTING)]
     if title or (title := _title(rows, {"item_id": ids[0]}) or ""):
         found.append(Guess("items.title", title, NAMED))
-    elif unnamed and (title := next((name for name in names if name != ids[0] and _has_words(rows[name])), "")):
-        found.append(Guess("items.title", title, FITTING))
+    elif unnamed:
+        differ = [name for name in names if name != ids[0] and 2 * rows[name].n_unique() > len(rows)]
+        found += [Guess("items.title", name, FITTING) for name in differ if _has_words(rows[name])][:1]
     return found
 
 
 def _has_words(column: pl.Series) -> bool:
-    """Return whether most values hold a word, and most differ."""
+    """Return whether most values hold a word."""
     worded = column.cast(pl.String).str.contains(r"\p{L}{3}").fill_null(False)
-    return bool(worded.mean() > 0.5) and 2 * column.n_unique() > len(column)  # type: ignore[operator]
+    return bool(worded.mean() > 0.5)  # type: ignore[operator]
 
 
 def words_of(name: str) -> list[str]:
@@ -296,10 +297,15 @@ def _title(rows: pl.DataFrame, roles: Mapping[str, str]) -> str | None:
     if _index("title", words_of(item)) is not None:  # the items are titles
         return None
     items, words = rows[item].n_unique(), set(words_of(item)) - ID_WORDS
-    for column in sorted(_named("title", rows, roles), key=lambda name: not words & set(words_of(name))):
+    named = _named("title", rows, roles)
+    if _marks_ids(item):  # `product` beside `product_id`
+        free = [name for name in rows.columns if name not in roles.values()]
+        named += [name for name in free if words_of(name) == [_noun(item)] and _has_words(rows[name])]
+    for column in sorted(named, key=lambda name: not words & set(words_of(name))):
         same = bool(words & set(words_of(column)))
         known = rows.filter(pl.col(column).cast(pl.String, strict=False).str.strip_chars() != "")
-        if 0 < _pairs(known, item, column) <= TITLES * items and (same or 2 * known[column].n_unique() >= items):
+        different = known[column].n_unique()
+        if 0 < _pairs(known, item, column) <= TITLES * items and (different > 1 if same else 2 * different >= items):
             return column
     return None
 

@@ -46,6 +46,7 @@ def table(columns):
         "share": [row / ROWS for row in range(ROWS)],
         "text": [f"I liked it a lot, and so did {row} friends" for row in range(ROWS - 5)] + ["Good"] * 5,
         "either-time": [f"{row % 12 + 1:02}/{row % 11 + 1:02}/2020" for row in range(ROWS)],
+        "one": ["Page viewed"] * ROWS,
         "some-users": ["NA" if row % 20 < 15 else f"a{row % 20}" for row in range(ROWS)],
     }
     return pl.DataFrame({name: values[kind] for name, kind in (column.split("=") for column in columns.split())})
@@ -82,6 +83,8 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
         "user_id=user item_id=item time=epoch brand_name=brand item_name=words",
         "user_id item_id time item_name",
     ),
+    "a product beside its id": ("user_id=user product=words product_id=item ts=epoch", "user_id product_id ts product"),
+    "a constant is not a title": ("user_id=user event_item=item event_name=one ts=epoch", "user_id event_item ts"),
     "a brand is not a title": ("user_id=user item_id=item time=epoch brand_name=brand", "user_id item_id time"),
     "a share is not a time": ("user_id=user item_id=item watched_pct=percent last_dt=iso", "user_id item_id last_dt"),
     "a day is coarse": ("user_id=user video_id=item date=compact-day time_ms=second", "user_id video_id time_ms"),
