@@ -1,9 +1,9 @@
 """Do trained networks rank better together, and with a memory of the training positions?
 
 The networks of all runs score by their mean log-probability, and a count term is chosen for the mixture as for a model.
-With --memory, that share of each network's probability comes from its training positions (the kNN-LM of Khandelwal et
-al. 2020, arXiv:1911.00172): the --nearest ones, by the cosine of their queries with that of the case, vote for the
-items that followed, with weights proportional to exp(cosine / --temperature). For networks that read left to right,
+With --memory, that share of the probability comes from the training positions (the kNN-LM of Khandelwal et al. 2020,
+arXiv:1911.00172): for each network, the --nearest ones, by the cosine of their queries with that of the case, vote for
+the items that followed, with weights proportional to exp(cosine / --temperature). For networks that read left to right,
 whose queries do not depend on the place in the window.
 
     python scripts/mixture.py runs/one runs/two --model flash4rec --memory 0.3
@@ -12,7 +12,9 @@ whose queries do not depend on the place in the window.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,21 +74,34 @@ def votes(
     return torch.cat(shares)
 
 
+def predictions(
+    model: SequenceModel, data: Sequences, cases: Cases, past: tuple[Tensor, Tensor] | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability (C, V) of every item in each case, and its share (C, V) of the votes of `past`."""
+    blocks = ranking.model_scorer(model)(data, cases.user, cases.position)()
+    log_CV = torch.log_softmax(torch.cat([score for _, score in blocks], 1), 1)
+    if past is None:
+        return log_CV, torch.zeros(())
+    pairs = zip(cases.user.split(ROWS), cases.position.split(ROWS), strict=True)
+    asked = torch.cat([queries(model, data, user, stop)[:, 0] for user, stop in pairs])
+    return log_CV, votes(asked, *past, data.num_items, **how)[:, 1:]
+
+
 @torch.no_grad()
-def log_probabilities(
-    model: SequenceModel, data: Sequences, cases: dict[str, Cases], *, share: float, nearest: int, temperature: float
+def mixed(
+    models: Sequence[SequenceModel], data: Sequences, cases: dict[str, Cases], *, share: float, **how: Any
 ) -> dict[str, Tensor]:
-    """Return the log-probability (C, V) of every item in the cases of each split, `share` of it from the memory."""
-    scorer, past = ranking.model_scorer(model), memory(model, data) if share else None
+    """Return, by split, the log-probability (C, V) of every item: `share` of it from the memory, by the mean votes."""
+    logs, voted = dict.fromkeys(cases, torch.zeros(())), dict.fromkeys(cases, torch.zeros(()))
+    for model in models:
+        past = memory(model, data) if share else None
+        for split, chosen in cases.items():
+            log_CV, vote_CV = predictions(model, data, chosen, past, **how)
+            logs[split], voted[split] = logs[split] + log_CV, voted[split] + vote_CV
     found = {}
-    for split, chosen in cases.items():
-        blocks = scorer(data, chosen.user, chosen.position)()
-        found[split] = torch.log_softmax(torch.cat([score for _, score in blocks], 1), 1)
-        if past:
-            pairs = zip(chosen.user.split(ROWS), chosen.position.split(ROWS), strict=True)
-            asked = torch.cat([queries(model, data, user, stop)[:, 0] for user, stop in pairs])
-            voted = votes(asked, *past, data.num_items, nearest=nearest, temperature=temperature)[:, 1:]
-            found[split] = torch.log((1 - share) * found[split].exp() + share * voted + 1e-12)
+    for split in cases:
+        own, seen = torch.softmax(logs[split] / len(models), 1), voted[split] / len(models)
+        found[split] = torch.log((1 - share) * own + share * seen + 1e-12)
     return found
 
 
@@ -112,15 +127,14 @@ def main() -> None:
     flags = parser.parse_args()
     data = sequences.load(flags.runs[0] / "data/sequences")
     cases = {split: sequences.cases(data, split) for split in SPLITS}
-    scores = dict.fromkeys(SPLITS, torch.zeros(()))
-    how = {"share": flags.memory, "nearest": flags.nearest, "temperature": flags.temperature}
     for run in flags.runs:
         found = sequences.load(run / "data/sequences").card["split_sha256"]
         if found != data.card["split_sha256"]:
             raise SystemExit(f"{run} has another split than {flags.runs[0]}")
-        model = load_checkpoint(run / "artifacts" / flags.model / "finetuned").model.eval()
-        for split, score in log_probabilities(model, data, cases, **how).items():
-            scores[split] = scores[split] + score / len(flags.runs)
+    folders = [run / "artifacts" / flags.model / "finetuned" for run in flags.runs]
+    models = [load_checkpoint(folder).model.eval() for folder in folders]
+    how = {"share": flags.memory, "nearest": flags.nearest, "temperature": flags.temperature}
+    scores = mixed(models, data, cases, **how)
     base, tables = scorer_of(scores, cases), Tables(data)
     start = CountsConfig(alpha=0.0)
     choice = choose(base, tables, data, filter_seen=True, start=start, again=LAST_EVENT, further=["ease"])

@@ -58,13 +58,27 @@ def test_the_nearest_positions_vote(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_a_mixture_of_one_network_ranks_as_the_network_but_for_its_memory(data, model, share):
+def test_a_mixture_of_one_network_with_itself_ranks_as_the_network_but_for_its_memory(data, model, share):
     cases = {split: sequences.cases(data, split) for split in mixture.SPLITS}
 
-    scores = mixture.log_probabilities(model, data, cases, share=share, nearest=50, temperature=0.1)
+    scores = mixture.mixed([model, model], data, cases, share=share, nearest=50, temperature=0.1)
 
     mixed, alone = mixture.scorer_of(scores, cases), ranking.model_scorer(model)
     for split in mixture.SPLITS:
         torch.testing.assert_close(scores[split].exp().sum(1), torch.ones(len(cases[split])))
         ranks = [ranking.rank(s, data, cases[split], filter_seen=True, both=False).rank for s in (mixed, alone)]
         assert bool((ranks[0] == ranks[1]).all()) == (share == 0)
+
+
+def test_networks_share_probabilities_and_votes(data, model):
+    other = make_model("flash4rec", num_items=data.num_items, num_users=data.num_users, length=64).eval()
+    cases = {"test": sequences.cases(data, "test")}
+
+    def probability(*models, share):
+        return mixture.mixed(models, data, cases, share=share, nearest=50, temperature=0.1)["test"].exp()
+
+    own = [probability(one, share=0.0) for one in (model, other)]
+    votes = [probability(one, share=1.0) for one in (model, other)]
+    geometric = (own[0] * own[1]).sqrt()
+    expected = 0.7 * geometric / geometric.sum(1, keepdim=True) + 0.3 * (votes[0] + votes[1]) / 2
+    torch.testing.assert_close(probability(model, other, share=0.3), expected)
