@@ -39,7 +39,7 @@ SPARSE = 10  # a log is sparse if its median history has fewer events
 RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
 # learning rates, by architecture
 RATES = {"flash4rec": 3e-3} | dict.fromkeys(
-    ("sasrec", "rec_denoiser", "strec", "hstu", "bert4rec", "gru4rec", "recformer"), 2e-3
+    ("sasrec", "ssept", "rec_denoiser", "strec", "hstu", "bert4rec", "gru4rec", "recformer"), 2e-3
 )
 RATE = 1e-3  # of the other architectures
 WORD_RATES = {"flash4rec": 2e-3}  # with words, whose vectors add up in that of an item
