@@ -100,8 +100,10 @@ def mixed(
             logs[split], voted[split] = logs[split] + log_CV, voted[split] + vote_CV
     found = {}
     for split in cases:
-        own, seen = torch.softmax(logs[split] / len(models), 1), voted[split] / len(models)
-        found[split] = torch.log((1 - share) * own + share * seen + 1e-12)
+        found[split] = torch.log_softmax(logs[split] / len(models), 1)
+        if share:
+            own, seen = found[split].exp(), voted[split] / len(models)
+            found[split] = torch.log((1 - share) * own + share * seen + 1e-12)
     return found
 
 
