@@ -365,20 +365,20 @@ class StepResources(Section):
             wrong = [one[key] for one in self.tolerations if one.get(key, allowed[0]) not in allowed]
             require(not wrong, f"tolerations: {key} must be one of {', '.join(allowed)}, not {wrong[:1]}")
         check_labels("node_selector", self.node_selector)
-        check_labels("gpu_type", {self.gpu_type: ""})
+        check_labels("gpu_type", {self.gpu_type: ""}, "resource")
         for one in self.tolerations:
-            check_labels("tolerations", {one["key"]: one.get("value", "")} if one.get("key") else {})
+            check_labels("tolerations", {one["key"]: one.get("value", "")} if one.get("key") else {}, "taint")
 
 
-def check_labels(setting: str, labels: Mapping[str, str]) -> None:
-    """Raise ValueError if Kubernetes would refuse a key or a value of `labels`."""
+def check_labels(setting: str, labels: Mapping[str, str], kind: str = "label") -> None:
+    """Raise ValueError if Kubernetes would refuse a key or a value of `labels`, or of another `kind` of such pairs."""
     for key, value in labels.items():
         prefix, separator, name = key.rpartition("/")
         fits = LABEL.fullmatch(name) and (not separator or NAME.fullmatch(prefix))
-        require(bool(fits), f"{setting}: {key!r:.80} is not a key such as pool or kueue.x-k8s.io/queue-name")
+        require(bool(fits), f"{setting}: {key!r:.80} is not the key of a {kind}, like pool or nvidia.com/gpu")
         fits = not value or LABEL.fullmatch(value)
         limits = "63 letters, digits, - _ . at most"
-        require(bool(fits), f"{setting}.{key}: {value!r:.80} is not a value: {limits}")
+        require(bool(fits), f"{setting}.{key}: {value!r:.80} is not the value of a {kind}: {limits}")
 
 
 @dataclass(frozen=True, kw_only=True)

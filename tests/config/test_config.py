@@ -66,22 +66,22 @@ PARAMS = {
         *(
             ("kubernetes", setting, message)
             for setting, message in (
-                ({"labels": {"a b": ""}}, "kubernetes: labels: 'a b' is not a key"),
-                ({"labels": {"A_/b": ""}}, "kubernetes: labels: 'A_/b' is not a key"),
-                ({"labels": {"a/b/c": ""}}, "kubernetes: labels: 'a/b/c' is not a key"),
+                ({"labels": {"a b": ""}}, "kubernetes: labels: 'a b' is not the key of a label"),
+                ({"labels": {"A_/b": ""}}, "kubernetes: labels: 'A_/b' is not the key of a label"),
+                ({"labels": {"a/b/c": ""}}, "kubernetes: labels: 'a/b/c' is not the key of a label"),
                 ({"labels": {"a": "x" * 64}}, "kubernetes: labels.a: 'xxx"),
-                ({"labels": {"a": "b."}}, "kubernetes: labels.a: 'b.' is not a value"),
+                ({"labels": {"a": "b."}}, "kubernetes: labels.a: 'b.' is not the value of a label"),
                 (
                     {"resources": {"finetune": {"node_selector": {"pool": "g p u"}}}},
-                    "kubernetes: resources.finetune: node_selector.pool: 'g p u' is not a value",
+                    "kubernetes: resources.finetune: node_selector.pool: 'g p u' is not the value",
                 ),
                 (
                     {"resources": {"finetune": {"gpu_type": "a gpu"}}},
-                    "kubernetes: resources.finetune: gpu_type: 'a gpu' is not a key",
+                    "kubernetes: resources.finetune: gpu_type: 'a gpu' is not the key of a resource",
                 ),
                 (
                     {"resources": {"finetune": {"tolerations": [{"key": "a b", "operator": "Exists"}]}}},
-                    "kubernetes: resources.finetune: tolerations: 'a b' is not a key",
+                    "kubernetes: resources.finetune: tolerations: 'a b' is not the key of a taint",
                 ),
                 ({"environment": {"A=B": "1"}}, "kubernetes: ['A=B'] cannot be the name of an environment variable"),
                 ({"environment": {"": "1"}}, "kubernetes: [''] cannot be the name of an environment variable"),
