@@ -91,7 +91,15 @@ def predictions(
 def mixed(
     models: Sequence[SequenceModel], data: Sequences, cases: dict[str, Cases], *, share: float, **how: Any
 ) -> dict[str, Tensor]:
-    """Return, by split, the log-probability (C, V) of every item: `share` of it from the memory, by the mean votes."""
+    """Return, by split, the log-probability (C, V) of every item: `share` of it from the memory.
+
+    Args:
+        models: the networks, whose log-probabilities and votes are averaged.
+        data: the prepared data.
+        cases: what to predict, by split.
+        share: share of the probability that the votes have.
+        how: `nearest` and `temperature` of `votes`.
+    """
     logs, voted = dict.fromkeys(cases, torch.zeros(())), dict.fromkeys(cases, torch.zeros(()))
     for model in models:
         past = memory(model, data) if share else None
@@ -102,8 +110,8 @@ def mixed(
     for split in cases:
         found[split] = torch.log_softmax(logs[split] / len(models), 1)
         if share:
-            own, seen = found[split].exp(), voted[split] / len(models)
-            found[split] = torch.log((1 - share) * own + share * seen + 1e-12)
+            vote_CV = voted[split] / len(models)
+            found[split] = torch.log((1 - share) * found[split].exp() + share * vote_CV + 1e-12)
     return found
 
 
