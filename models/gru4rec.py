@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from seqrec.models.base import PAD, Batch, Catalogue, require
+from seqrec.models.base import PAD, Batch, Catalogue
 from seqrec.models.layers import Dropout, initialise
 from seqrec.models.words import ReadsWords, WordOptions
 
@@ -38,7 +38,6 @@ class GRU4RecOptions(WordOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "d_state", "layers")
-        require(not (self.item_bias and self.attribute_values), "item_bias: set it to false, or attribute_values to 0")
 
 
 def roll(x_BLD: Tensor, shift_B: Tensor) -> Tensor:
@@ -82,3 +81,9 @@ class GRU4Rec(ReadsWords):
     def item_vectors(self) -> Tensor:
         item_VD = super().item_vectors()
         return item_VD if self.bias is None else torch.cat([item_VD, self.bias.unsqueeze(1)], 1)
+
+    def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
+        vectors = super().vectors_of(items, sparse=sparse)
+        if self.words is None or self.bias is None:
+            return vectors
+        return torch.cat([vectors, self.bias[items].unsqueeze(-1)], -1)

@@ -35,7 +35,6 @@ REFUSED = [  # options that exclude each other, that have no effect, or that one
     ("flash4rec", {"attention_dropout": 0.1}, "topk_dropout to 0"),
     ("flash4rec", {"user_dropout": 0.1, "user_gate": False}, "user_dropout"),
     ("flash4rec", {"attributes": ("title",)}, "attributes: no effect"),
-    ("gru4rec", {"item_bias": True, "attribute_values": 3}, "item_bias"),
     ("flash4rec", {"experts": 1, "gate": "topk_then_softmax"}, "gate: no effect"),
     ("flash4rec", {"topk_dropout": 0.0, "topk_dropout_k": 3}, "topk_dropout_k: no effect"),
     ("strec", {"k": (5, 6)}, "k must not increase"),

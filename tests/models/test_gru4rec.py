@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from equations import scrambled, sigmoid
 from support import make_batch, make_model
 
@@ -33,3 +34,15 @@ def test_scores_equal_numpy_for_a_padded_row(layers, item_bias):
     query = states @ weights["to_query.weight"].T + weights["to_query.bias"]
     expected = query @ weights["items.weight"].T + (weights["bias"] if item_bias else 0)
     np.testing.assert_allclose(scores[1, 2:], expected, atol=1e-10)
+
+
+def test_beside_words_an_items_vector_ends_with_its_bias():
+    model, weights = scrambled(make_model("gru4rec", attribute_values=3, item_bias=True))
+    model.on_start(torch.full((31,), 5))
+    some = torch.tensor([[4, 1], [4, 0]])
+
+    found = model.vectors_of(some)
+
+    torch.testing.assert_close(found[..., :-1], model.embed(some))
+    np.testing.assert_array_equal(found[..., -1].detach().numpy(), weights["bias"][some])
+    torch.testing.assert_close(found, model.item_vectors()[some])
