@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 CUTOFF = 10
 BEST = 2 * CUTOFF  # with this many rivals above or equal, the mid-rank is beyond the cut-off
 CASES_AT_ONCE = 256
+SPARSE = 8  # keys are sparse if there is less than one for so many possible ones
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class _Cells:
     score_E: Tensor  # base scores; -inf for items that are no candidates
     target_C: Tensor  # cell of each target, -1 if it has none
     best: dict[float, Tensor] = field(default_factory=dict, init=False)  # lambda -> best other scores (C, BEST)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first cell (C,) of each case."""
+        return torch.searchsorted(self.case_E, torch.arange(len(self.target_C), dtype=torch.int32))
 
 
 class CaseNdcg:
@@ -79,12 +86,11 @@ class CaseNdcg:
         goal_C += popularity[self.target_C]
         score_E = vote_E.add_(cells.score_E)
         if term.popularity:
-            score_E += popularity[cells.item_E]
+            score_E += popularity.index_select(0, cells.item_E)
         score_E[target_E] = float("-inf")
-        goal_E, best_CK = goal_C[cells.case_E], self._best(cells, term)
+        goal_E, best_CK = goal_C.index_select(0, cells.case_E), self._best(cells, term)
         above_C, equal_C = (
-            beats(best_CK, goal_C.unsqueeze(1)).sum(1)
-            + torch.bincount(cells.case_E[beats(score_E, goal_E)], minlength=len(goal_C))
+            beats(best_CK, goal_C.unsqueeze(1)).sum(1) + _per_case(beats(score_E, goal_E), cells.starts)
             for beats in (torch.gt, torch.eq)
         )
         return metrics.ndcg(ranking.mid_rank(above_C, equal_C + 1).numpy(), CUTOFF)
@@ -113,7 +119,7 @@ class CaseNdcg:
             first = rows.start
             weight_P, pair_P = term.pairs(items_CJ[rows].flatten())
             key_P = (weight_P // width) * size + term.targets[pair_P]
-            key_E, cell_P = map(torch.from_numpy, np.unique(key_P.numpy(), return_inverse=True))
+            key_E, cell_P = map(torch.from_numpy, _distinct(key_P.numpy(), len(items_CJ[rows]) * size))
             score_E, target_B = self._base(rows, key_E, size)
             target_B[target_B >= 0] += cells
             weight_P += first * width
@@ -142,8 +148,7 @@ class CaseNdcg:
         if term.popularity not in cells.best:
             popularity, parts = term.popularity * term.log_popularity, []
             for rows in self.blocks:
-                bounds = torch.tensor([rows.start, rows.stop], dtype=torch.int32)
-                low, high = torch.searchsorted(cells.case_E, bounds).tolist()
+                low, high = F.pad(cells.starts, (0, 1), value=len(cells.case_E))[[rows.start, rows.stop]].tolist()
                 row_E, item_E = cells.case_E[low:high] - rows.start, cells.item_E[low:high]
                 target_B, best = self.target_C[rows], torch.empty(0)
                 row_B = torch.arange(len(target_B))
@@ -168,6 +173,21 @@ class CaseNdcg:
                 score[seen.within(at, score)] = float("-inf")
             blocks.append((at, score.cpu()))
         return blocks
+
+
+def _distinct(key_P: NDArray[np.int64], possible: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return `np.unique(key_P, return_inverse=True)` of keys below `possible`; only sparse ones are sorted."""
+    if possible > SPARSE * len(key_P):
+        return np.unique(key_P, return_inverse=True)
+    present = np.zeros(possible, dtype=bool)
+    present[key_P] = True
+    return np.flatnonzero(present), present.cumsum().take(key_P) - 1
+
+
+def _per_case(true_E: Tensor, first_C: Tensor) -> Tensor:
+    """Return how many cells of each case are true; numpy takes a fifth of the time of `bincount`."""
+    number_C = np.add.reduceat(F.pad(true_E, (0, 1)).numpy(), first_C.numpy(), dtype=np.int32)
+    return torch.from_numpy(number_C * (np.diff(first_C.numpy(), append=len(true_E)) > 0))  # 0 without cells
 
 
 def remembered(scorer: Scorer) -> Scorer:

@@ -220,8 +220,8 @@ def ranges(first: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     >>> [column.tolist() for column in ranges(torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [5, 6, 9, 10, 11]]
     """
-    row = torch.repeat_interleave(torch.arange(len(number), device=number.device), number)
-    return row, torch.arange(len(row), device=row.device) + (first - number.cumsum(0) + number)[row]
+    row = torch.repeat_interleave(number.long())
+    return row, (first - number.cumsum(0) + number).index_select(0, row).add_(torch.arange(len(row), device=row.device))
 
 
 def median_gap(data: Sequences) -> float:

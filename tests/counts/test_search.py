@@ -8,7 +8,7 @@ import torch
 from support import nothing, prepare_rows
 
 from seqrec.config import CountsConfig
-from seqrec.counts import search, term
+from seqrec.counts import case_ndcg, search, term
 from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights
 from seqrec.counts.search import Tables
 from seqrec.counts.term import with_counts
@@ -94,6 +94,7 @@ TERMS = [
 @pytest.mark.parametrize("values", TERMS, ids=str)
 def test_the_values_of_a_search_are_those_of_a_ranking(data, values, filter_seen, square, monkeypatch):
     monkeypatch.setattr(term, "DENSE", 1 << 24 if square else 0)
+    monkeypatch.setattr(case_ndcg, "SPARSE", 0 if filter_seen else 1 << 10)
     cases, counts = search.drawn_cases(data, Tables(data)), Tables(data).built(CountsConfig(**values))
     base_VD = torch.randn(len(data.count), 4, generator=torch.Generator().manual_seed(0)).round()  # ties
 
@@ -106,6 +107,12 @@ def test_the_values_of_a_search_are_those_of_a_ranking(data, values, filter_seen
     rank = ranked.rank if filter_seen else ranked.rank_unfiltered
     assert 0 < found.mean() < 1
     assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+
+
+def test_a_case_without_cells_has_none_that_is_true():
+    true_E, first_C = torch.tensor([True, False, True]), torch.tensor([0, 0, 2, 3])
+
+    assert case_ndcg._per_case(true_E, first_C).tolist() == [0, 1, 1, 0]
 
 
 def test_without_cases_there_are_no_values(data, monkeypatch):

@@ -1,6 +1,7 @@
 """The count term: its arithmetic, and that dense, sparse, single and exported forms of it agree."""
 
 from dataclasses import replace
+from itertools import pairwise
 from math import log
 
 import pytest
@@ -54,10 +55,12 @@ def test_dense_and_sparse_tables_add_the_same(data, found, histories, monkeypatc
     dense = found.adder(histories)(base.clone(), 0)
     monkeypatch.setattr(term, "DENSE", 0)
     sparse = found.adder(histories)(base.clone(), 0)
-    blocks = [found.adder(histories)(base[:, a:b].clone(), a) for a, b in ((0, 13), (13, 14), (14, len(data.count)))]
 
     torch.testing.assert_close(dense, sparse)
-    assert torch.equal(torch.cat(blocks, 1), sparse)
+    size = len(data.count)
+    for cuts in ((0, 13, 14, size), (0, 1, size), (0, size - 1, size)):
+        blocks = [found.adder(histories)(base[:, a:b].clone(), a) for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(blocks, 1), sparse)
 
 
 def test_shares_of_events_and_scores_of_candidates_are_those_of_the_whole(data, found, histories):
