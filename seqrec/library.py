@@ -361,7 +361,7 @@ def fit(
             entry |= {name: {**entry[name], **values} for name, values in given.items()}
             plan.set_model(model, entry)
         else:
-            entry = settings(None)
+            entry = settings({})
             check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
             kind = REGISTRY[model]
             settled = config.parse(kind.Options, entry["options"], "options")

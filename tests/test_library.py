@@ -230,8 +230,9 @@ def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
 def test_a_budget_and_the_epochs_of_a_pre_training(data):
     model = seqrec.fit(data, "s3rec", minutes=1e-4, pretrain={"epochs": 1})
 
-    for folder in ("initial", "finetuned"):
-        assert len(load_checkpoint(model.folder.with_name(folder)).epoch_records()) == 1
+    records = [load_checkpoint(model.folder.with_name(name)).epoch_records() for name in ("initial", "finetuned")]
+    assert [len(own) for own in records] == [1, 5]
+    assert records[1][-1]["step"] == 5  # short epochs
     chosen = yaml.safe_load((model.folder.parents[2] / "params.yaml").read_text())["models"]["s3rec"]["finetune"]
     assert chosen["ease_items"] == 310  # the cube root of .006 s times 5e9
 

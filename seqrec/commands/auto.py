@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -78,7 +79,8 @@ MEMBERS = 5  # for few users, the most networks of one model whose scores are av
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
 NEWEST_FIRST = 0.75  # minimum share of falling times that means that a file has its newest events first
 FUTURE_TIMES = 0.005  # temporal split: maximum share of times after 2035, all of which are in the test part
-ModelSettings = Callable[[int | None], dict[str, Any]]  # entry of a model in `models`, from its number of epochs
+LEAST_STEPS = 100  # of the first model's training, or those of one epoch if they are fewer
+ModelSettings = Callable[[Mapping[str, int]], dict[str, Any]]  # entry of a model in `models`, from limits of finetune
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
 
 
@@ -487,18 +489,18 @@ def train(
 ) -> None:
     """Train and evaluate one model; leave it out if no epoch fits into the budget, unless it is the first.
 
-    `settings` returns the model's entry for a number of epochs, which only the budget limits, and only if a `share` is
-    given. The model has up to `members` networks, as many as can be trained for all epochs in `share` seconds.
+    `settings` returns the model's entry, given the epochs and their steps that fit into the budget, which limits them
+    only if a `share` is given. The model has up to `members` networks, as many as can be trained for all epochs in
+    `share` seconds.
     """
     if name not in plan.params["models"]:
-        entry = settings(None)
+        entry = settings({})
         if share is not None:
-            epochs, fitting = _epochs(plan, name, entry, folder, out, share)
-            if epochs == 0:
+            if not (fit := _fit(plan, name, entry, folder, out, share)):
                 return
-            entry = settings(epochs)
+            entry = settings(fit.limits)
             entry["finetune"].setdefault("ease_items", plan.ease_items)
-            if (affordable := min(members, fitting // epochs)) > 1:
+            if (affordable := min(members, fit.of_share // fit.limits["epochs"])) > 1:
                 entry["options"]["members"] = affordable
                 logger.info("%s is the mean of %d networks, because the data has few users", name, affordable)
         plan.set_model(name, entry)
@@ -509,14 +511,17 @@ def train(
 def model_settings(
     name: str,
     shape: Shape,
-    epochs: int | None = None,
+    limits: Mapping[str, int],
     *,
     options: Mapping[str, Any] | None = None,
     pretrain: Mapping[str, Any] | None = None,
     finetune: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the entry of a model in `models`: the settings given, and those of the rules for everything else."""
-    given = dict(finetune or {}) | ({} if epochs is None else {"epochs": epochs})
+    """Return the entry of a model in `models`: the settings given, and those of the rules for everything else.
+
+    `limits` take the place of settings of `finetune`.
+    """
+    given = {**(finetune or {}), **limits}
     ruled = auto_settings.options(name, shape) | OPTIONS.get(name, {})
     chosen = auto_settings.merged(ruled, options or {}, "options")
     fixed = {"counts": "auto", "learning_rate": auto_settings.learning_rate(name, chosen)}
@@ -527,16 +532,23 @@ def model_settings(
     }
 
 
-def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> tuple[int, int]:
-    """Return how many epochs a model gets, and how many fit into `share` seconds, estimated from a few steps.
+class Fit(NamedTuple):
+    """The training that fits into the budget."""
 
-    It gets all that fit into the budget, at the cost of the models after it, because one sound model beats three poor
-    ones; 0 leaves it out.
+    limits: dict[str, int]  # settings of finetune
+    of_share: int  # epochs that fit into the model's equal share of the time
+
+
+def _fit(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: Path, share: float) -> Fit | None:
+    """Return the training that a model gets, estimated from a few steps; None leaves it out.
+
+    It gets all epochs that fit into the budget, at the cost of the models after it, because one sound model beats three
+    poor ones. If fewer than FEWEST_EPOCHS fit, it gets so many of fewer steps.
     """
     first = not plan.params["models"]
     if share <= 0 and not first:
         logger.warning("%s is left out: the budget is spent", name)
-        return 0, 0
+        return None
     settings = {"models": {name: entry}, "leaderboard": [name]}
     params = from_dict(plan.params | settings)
     began = time.monotonic()
@@ -544,29 +556,38 @@ def _epochs(plan: Plan, name: str, entry: Mapping[str, Any], folder: Path, out: 
     cost = _cost(params, name, folder, out)
     wanted = params.section("finetune", model=name).epochs
     probe = time.monotonic() - began
-    of_share, most = (_fitting(seconds, cost, plan.baselines_s) for seconds in (share - probe, plan.left()))
+    left = max(0.0, plan.left())
+    of_share, training_s = (_for_training(seconds, cost, plan.baselines_s) for seconds in (share - probe, left))
+    most, steps = int(training_s / cost.epoch_s), cost.steps
     if most < LEAST_EPOCHS * wanted and not first:
-        seconds = max(0.0, plan.left())
-        logger.warning("%s is left out: %d of its %d epochs fit into the %.0f s left", name, most, wanted, seconds)
-        return 0, 0
-    if most < 1:
-        logger.warning(
-            "%.0f s of the budget are left after data and baselines, too few for one epoch of %s and its evaluation: "
-            "it is trained for one epoch, and the run takes longer",
-            max(0.0, plan.left()),
-            name,
-        )
-    epochs = max(1, min(most, wanted))
-    estimate = f"about {epochs * cost.epoch_s:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
+        logger.warning("%s is left out: %d of its %d epochs fit into the %.0f s left", name, most, wanted, left)
+        return None
+    epochs = min(wanted, max(most, auto_settings.FEWEST_EPOCHS))
+    if most < epochs:
+        affordable = int((training_s / epochs - cost.validation_s) / cost.step_s)
+        if affordable < (least := math.ceil(min(LEAST_STEPS, cost.steps) / epochs)):
+            logger.warning(
+                "%.0f s of the budget are left after data and baselines, too few for %d epochs of %d steps of %s and "
+                "its evaluation: it is trained so long, and the run takes longer",
+                left,
+                epochs,
+                least,
+                name,
+            )
+        steps = min(cost.steps, max(least, affordable))
+    seconds = epochs * (steps * cost.step_s + cost.validation_s)
+    estimate = f"about {seconds:.0f} s at most; {cost.memory / 1e9:.1f} GB of memory so far"
     some = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-    logger.info("%s: %s of %d steps, %s", name, some, cost.steps, estimate)
-    return int(epochs), of_share
+    part = f" of the {cost.steps}" if steps < cost.steps else ""
+    logger.info("%s: %s of %d%s steps, %s", name, some, steps, part, estimate)
+    shortened = {"epoch_steps": steps} if steps < cost.steps else {}
+    return Fit({"epochs": epochs, **shortened}, int(of_share / cost.epoch_s))
 
 
-def _fitting(seconds: float, cost: Cost, baselines_s: float) -> int:
-    """Return how many epochs fit into `seconds`, beside counts and evaluation."""
+def _for_training(seconds: float, cost: Cost, baselines_s: float) -> float:
+    """Return how many of `seconds` remain for epochs, beside counts and evaluation."""
     reserve = max(RESERVE * seconds, baselines_s / 2)  # counts for a model are searched as those of a baseline are
-    return max(0, int((seconds - reserve - 4 * cost.validation_s) / cost.epoch_s))
+    return max(0.0, seconds - reserve - 4 * cost.validation_s)
 
 
 def _cost(params: Params, name: str, folder: Path, out: Path) -> Cost:

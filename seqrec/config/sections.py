@@ -162,6 +162,7 @@ class TrainConfig(Section):
     prefixes_per_user: Count = 0  # last, or pretrain of unisrec, s3rec, recformer: prefixes per user and epoch; 0: all
     earliest_target: Annotated[float, Bounds(ge=0, lt=1)] = 0.0  # last: first share of a history, without targets
     user_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0  # share of users to train on, for learning curves
+    epoch_steps: Count = 0  # most steps of an epoch, a random part of its batches, for large logs; 0: no limit
     mask_probability: Fraction = 0.2  # cloze: probability of masking an event
     mask_last_share: Share = 0.1  # cloze: share of windows with only the last event masked, as at test
     learning_rate: Annotated[float, Bounds(gt=0), OrAuto()] = 1e-3  # maximum, after the warm-up; cosine decay follows

@@ -127,6 +127,7 @@ def baselines(
             for place in (folder, reports / name):
                 write_text(place / LEFT_OUT, reason)  # DVC tracks the folder, and warns of empty ones
             continue
+        began = time.monotonic()
         files = catalogue_files(sequences, data / ITEMS)
         write(name, tables, sequences, folder, files, filter_seen=filter_seen)
         if config.refit != "none":
@@ -140,6 +141,7 @@ def baselines(
             filter_seen=filter_seen,
         )
         values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
+        logger.info("%s: valid/ndcg@10 %.4f, %.0f s", name, metrics["valid/ndcg@10"], time.monotonic() - began)
     return values
 
 

@@ -118,7 +118,7 @@ def loss(shape: Shape) -> str:
     return "ce" if shape.items <= FULL_SOFTMAX else "sampled_ce"
 
 
-def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = False) -> int:
+def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = False, share: float = 1.0) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
     Args:
@@ -127,9 +127,10 @@ def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = F
         steps: steps in an epoch.
         scored: items scored for each target.
         shuffled: whether every epoch shuffles tied events.
+        share: share of the windows that an epoch visits.
     """
     wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps)) * (SHUFFLED if shuffled else 1)
-    affordable = SCORES // max(1, targets_an_epoch(shape, of) * (scored + LAYERS))
+    affordable = int(SCORES / max(1, share * targets_an_epoch(shape, of) * (scored + LAYERS)))
     return min(wanted, max(FEWEST_EPOCHS, affordable), MOST_EPOCHS)
 
 
@@ -154,12 +155,14 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in given.items() if value != AUTO}
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
-    steps = steps_an_epoch(shape, of, batch)
+    whole = steps_an_epoch(shape, of, batch)
+    steps = min(whole, values.get("epoch_steps") or whole)
     kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
     shuffles = values.get("resident", True) and not shape.ordered  # which needs all events in memory
     order = values.setdefault("ties", "shuffle" if shuffles else "keep")
     scored = shape.items if kind == "ce" else negatives
-    number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=order == "shuffle"))
+    shuffled = order == "shuffle"
+    number = values.setdefault("epochs", epochs(shape, of, steps, scored, shuffled=shuffled, share=steps / whole))
     rules = {
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(5, math.ceil(number / 4)),
@@ -181,7 +184,7 @@ def resolved(config: FinetuneConfig, shape: Shape, rate: float) -> FinetuneConfi
     names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
     if not names:
         return config
-    given = {name: getattr(config, name) for name in (*RULED, "resident")}
+    given = {name: getattr(config, name) for name in (*RULED, "resident", "epoch_steps")}
     found = finetune(shape, given) | {"learning_rate": rate}
     chosen = {name: found[name] for name in names}
     shown = {name: value for name, value in chosen.items() if name != "negatives" or found["loss"] == "sampled_ce"}

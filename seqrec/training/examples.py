@@ -52,6 +52,8 @@ class Examples:
             self.plan = batches.plan_of_size(number, config.batch_size, processes, self.generator)
         else:
             self.plan = batches.plan(self.windows.width, config.batch_size, self.generator)
+        if config.epoch_steps:
+            self.plan = self.plan[: config.epoch_steps]  # a random part, as the batches are in random order
         return len(self.plan)
 
     def build(self, first: int, step: int) -> Iterator[Example]:

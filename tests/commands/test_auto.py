@@ -144,29 +144,33 @@ def planned(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("epoch_s", "spent", "baselines_s", "first", "expected"),
+    ("epoch_s", "spent", "baselines_s", "first", "epochs", "steps"),
     [
-        (40.0, 0, 0.0, True, 100),  # all epochs take more than an equal share of the time, but fit
-        (600.0, 0, 0.0, True, 8),  # all that is left
-        (600.0, 0, 4000.0, True, 6),  # counts of a model take about as long as those of the baselines
-        (40.0, 5860, 0.0, True, 2),
-        (7000.0, 0, 0.0, True, 1),  # the first model gets one in any case
-        (600.0, 0, 0.0, False, 0),  # less than a quarter of them would do a further model no good
-        (160.0, 0, 0.0, False, 31),
+        (40.0, 0, 0.0, True, 100, 100),  # all epochs take more than an equal share of the time, but fit
+        (600.0, 0, 0.0, True, 8, 100),  # all that is left
+        (600.0, 0, 4000.0, True, 6, 100),  # counts of a model take about as long as those of the baselines
+        (40.0, 5860, 0.0, True, 5, 59),  # too few whole epochs fit
+        (4000.0, 0, 0.0, True, 5, 25),
+        (40000.0, 0, 0.0, True, 5, 20),  # the first model gets so many in any case
+        (600.0, 0, 0.0, False, 0, 0),  # less than a quarter of them would do a further model no good
+        (160.0, 0, 0.0, False, 31, 100),
     ],
 )
 def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
-    planned, tmp_path, monkeypatch, epoch_s, spent, baselines_s, first, expected
+    planned, tmp_path, monkeypatch, caplog, epoch_s, spent, baselines_s, first, epochs, steps
 ):
-    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s, steps=1, validation_s=0.0, memory=0))
+    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s / 100, steps=100, validation_s=0.0, memory=0))
     plan, folder, shape = planned
     plan.spent, plan.baselines_s = spent, baselines_s
-    plan.params["models"] = {} if first else {"gru4rec": auto.model_settings("gru4rec", shape)}
+    plan.params["models"] = {} if first else {"gru4rec": auto.model_settings("gru4rec", shape, {})}
     assert auto_settings.finetune(shape, {})["epochs"] == 100
 
-    found, _ = auto._epochs(plan, "sasrec", auto.model_settings("sasrec", shape), folder, tmp_path, 2000)
+    with caplog.at_level("WARNING"):
+        fit = auto._fit(plan, "sasrec", auto.model_settings("sasrec", shape, {}), folder, tmp_path, 2000)
 
-    assert found == expected
+    limits = fit.limits if fit else {"epochs": 0, "epoch_steps": 0}
+    assert (limits["epochs"], limits.get("epoch_steps", 100)) == (epochs, pytest.approx(steps, abs=1))
+    assert ("the run takes longer" in caplog.text) == (epoch_s > 10_000)
 
 
 @pytest.mark.parametrize(("share", "most", "expected"), [(30.0, 5, 2), (1e6, 1, 1)])

@@ -38,7 +38,7 @@ def test_every_shape_gives_settings_in_their_ranges(given):
     assert 16 <= ruled["batch_size"] <= 256
     assert 5 <= ruled["epochs"] <= 100
     for name in REGISTRY:
-        entry = {"architecture": name} | model_settings(name, given)
+        entry = {"architecture": name} | model_settings(name, given, {})
         check(from_dict({"dataset": "any", "models": {name: entry}, "leaderboard": [name]}), ingests=False)
         options = parse(REGISTRY[name].Options, entry["options"], "options")
         assert 8 <= options.length <= 200
@@ -77,6 +77,19 @@ def test_a_large_catalogue_is_sampled_and_then_affords_more_epochs():
     sampled, full = auto.finetune(large, {}), auto.finetune(large, {"loss": "ce"})
     assert (sampled["loss"], full["loss"]) == ("sampled_ce", "ce")
     assert sampled["epochs"] > full["epochs"]
+
+
+def test_shorter_epochs_are_more_and_have_as_short_a_warm_up():
+    large = shape(users=200_000, median=100)
+    whole, short, longer = (auto.finetune(large, {"epoch_steps": steps}) for steps in (0, 30, 10**6))
+
+    assert (whole["epochs"], short["epochs"]) == (5, 67)
+    assert (whole["warmup_steps"], short["warmup_steps"]) == (100, 100)
+    assert auto.finetune(large, {"epochs": 5, "epoch_steps": 30})["warmup_steps"] == 7
+    assert longer == whole | {"epoch_steps": 10**6}
+    ruled = dict.fromkeys(("epochs", "batch_size", "loss", "negatives", "windows"), "auto")
+    config = parse(FinetuneConfig, ruled | {"epoch_steps": 30}, "finetune")
+    assert auto.resolved(config, large, 1e-3).epochs == short["epochs"]
 
 
 def test_tied_events_are_shuffled_where_their_order_is_random_and_in_memory():
@@ -123,7 +136,7 @@ def test_words_are_read_where_items_have_text_and_few_events(name):
 def test_the_learning_rate_depends_on_the_architecture_and_what_it_reads(name, given, rate):
     described = replace(shape(items=1_001), described=True)
 
-    assert model_settings(name, described, options=given)["finetune"]["learning_rate"] == rate
+    assert model_settings(name, described, {}, options=given)["finetune"]["learning_rate"] == rate
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -144,7 +157,8 @@ def test_one_of_two_options_that_depend_on_each_other_can_be_set(switch, switche
         found = auto.resolved_options(config.model("m"), given, "models.m.options").options
         options = parse(REGISTRY["flash4rec"].Options, found, "options")
         assert getattr(options, switched) == (set_.get(switched, none) if described else none)
-        assert parse(REGISTRY["flash4rec"].Options, model_settings("flash4rec", given, options=set_)["options"], "here")
+        entry = model_settings("flash4rec", given, {}, options=set_)
+        assert parse(REGISTRY["flash4rec"].Options, entry["options"], "here")
     assert (f"{switched}: no effect, as {switch} is off" in caplog.text) is not described
     with pytest.raises(ConfigError, match=switched):
         parse(REGISTRY["flash4rec"].Options, auto.merged({}, {switch: off, switched: own}, "here"), "here")

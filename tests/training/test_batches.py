@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -174,6 +175,21 @@ def test_each_epoch_has_its_own_order_of_ties_which_a_resumed_one_draws_again(tm
     assert not torch.equal(first, tied.items)
     assert torch.equal(next(examples.build(0, 0)).batch.items, next(resumed.build(0, 0)).batch.items)
     assert torch.equal(drawn(Examples(tied, FinetuneConfig(), Accelerator(cpu=True))), tied.items)  # ties: keep
+
+
+def test_a_short_epoch_is_a_random_part_of_the_batches(data):
+    model, config = make_model("sasrec", num_items=data.num_items), FinetuneConfig(batch_size=4, epoch_steps=2)
+    examples = Examples(data, config, Accelerator(cpu=True))
+    whole = Examples(data, replace(config, epoch_steps=0), Accelerator(cpu=True)).draw(model, "train")
+
+    seen = []
+    for _ in range(100):
+        assert examples.draw(model, "train") == 2 == len(list(examples.build(0, 0))) < whole
+        seen.append(torch.cat(examples.plan))
+        examples.end_epoch()
+
+    assert len({tuple(part.tolist()) for part in seen}) == 100
+    assert len(torch.cat(seen).unique()) == len(examples.windows.user)
 
 
 def test_one_batch_is_made_while_the_caller_works_on_another():
