@@ -102,6 +102,7 @@ def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
     """
     item_VD = model.item_vectors().detach().float()
 
+    @torch.no_grad()  # whoever keeps the queries would keep the graph of the forward pass too: gigabytes
     def encode(data: Sequences, user: Tensor, stop: Tensor, longest: int) -> Tensor:
         width = sequences.padded_width(longest, model.options.history)
         batch = sequences.window(data, user, stop, width, from_request=model.options.from_request)

@@ -67,6 +67,15 @@ def test_the_history_of_a_user_with_many_cases_is_read_once(three, monkeypatch):
     assert read[0] == three.stop[0] - three.start[0]
 
 
+def test_scores_do_not_hold_the_graph_of_the_forward_pass(three):
+    """The search for counts keeps the queries of thousands of cases."""
+    cases = sequences.cases(three, "valid")
+    scorer = ranking.model_scorer(make_model("sasrec", num_items=three.num_items).eval())
+
+    assert torch.is_grad_enabled()
+    assert not any(score.requires_grad for _, score in scorer(three, cases.user, cases.position)())
+
+
 @pytest.mark.parametrize("k", [1, 5, 30])
 def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service(prepared, monkeypatch, k):
     monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", 7)
