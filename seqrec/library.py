@@ -316,7 +316,7 @@ def fit(
         data: the dataset.
         model: name of an architecture in `seqrec.models.REGISTRY`, key of `models` in the dataset's settings, or a
             baseline: popularity, repeats, markov, ease, pctm or seqrules. A baseline has no settings.
-        minutes: budget, from which the number of epochs follows; there is always one. A model that is pre-trained
+        minutes: budget, from which the number of epochs and of their steps follows. A model that is pre-trained
             needs the number of those epochs in `pretrain`.
         options: options of the model, such as {"d_model": 64}.
         pretrain: settings of the pre-training, where the model has one.

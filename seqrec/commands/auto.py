@@ -74,12 +74,12 @@ CASES, KNOWN = 100, 0.2  # temporal split: minimum cases per part, and minimum s
 SCORES, EVENTS = 500_000, 1_000  # most scores of a ranking, and events that it reads, per second of the budget
 LEAST_CASES = 2_000  # so many are ranked at any rate
 LEAST_EPOCHS = 0.25  # share of a model's epochs that must fit into the budget, unless it is the first model
+LEAST_STEPS = 100  # of the first model's training, or those of one epoch if they are fewer
 RESERVE = 0.15  # share of a model's budget that counts and evaluation need
 MEMBERS = 5  # for few users, the most networks of one model whose scores are averaged
 ODD_TIMES = 0.05  # maximum share of times in another format or outside 1990 to 2035
 NEWEST_FIRST = 0.75  # minimum share of falling times that means that a file has its newest events first
 FUTURE_TIMES = 0.005  # temporal split: maximum share of times after 2035, all of which are in the test part
-LEAST_STEPS = 100  # of the first model's training, or those of one epoch if they are fewer
 ModelSettings = Callable[[Mapping[str, int]], dict[str, Any]]  # entry of a model in `models`, from limits of finetune
 EASE_SPEED = 5e9  # items cubed per second of the whole budget, so that EASE takes about a tenth of it on two cores
 
@@ -487,7 +487,7 @@ def train(
     share: float | None = None,
     members: int = 1,
 ) -> None:
-    """Train and evaluate one model; leave it out if no epoch fits into the budget, unless it is the first.
+    """Train and evaluate one model; leave it out if too few epochs fit into the budget, unless it is the first.
 
     `settings` returns the model's entry, given the epochs and their steps that fit into the budget, which limits them
     only if a `share` is given. The model has up to `members` networks, as many as can be trained for all epochs in
