@@ -23,7 +23,7 @@ from seqrec.data.sequences import Cases, Sequences
 from seqrec.models.base import PAD, SequenceModel
 
 SCORES_IN_MEMORY = 16_000_000  # floats per block
-ITEMS_PER_BLOCK = 65_536
+ITEMS_PER_BLOCK = 1_048_576
 EVENTS_IN_MEMORY = 4_000_000  # of the histories in a block
 POSITIONS_PER_PASS = 8_192  # on a CPU, so that the activations of a forward pass stay in its caches
 
@@ -327,12 +327,15 @@ def _top(score_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return each row's `k` largest scores and their columns; of equal scores, those of the first columns."""
     value_BK, column_BK = score_BV.topk(min(k + 1, score_BV.shape[1]), dim=1)
     tied = (value_BK[:, k - 1 : k] == value_BK[:, k:]).any(1).nonzero().squeeze(1)  # rows with a tie for the last place
-    column_BK = column_BK[:, :k]
-    if len(tied):
-        score_TV, least_T1 = score_BV[tied], value_BK[tied, k - 1 : k]
-        higher_TV, equal_TV = score_TV > least_T1, score_TV == least_T1
-        chosen_TV = higher_TV | (equal_TV & (equal_TV.cumsum(1) <= k - higher_TV.sum(1, keepdim=True)))
-        column_BK[tied] = chosen_TV.nonzero()[:, 1].view(len(tied), k)
-    column_BK = column_BK.sort(dim=1).values
-    value_BK, order_BK = score_BV.gather(1, column_BK).sort(dim=1, descending=True, stable=True)
+    value_BK, column_BK = value_BK[:, :k], column_BK[:, :k]
+    if len(tied):  # places of the last value get its first columns
+        value_TK, column_TK = value_BK[tied], column_BK[tied]
+        last_TK = value_TK == value_TK[:, -1:]
+        equal = (score_BV[tied] == value_TK[:, -1:]).view(-1).nonzero().squeeze(1)
+        start = torch.searchsorted(equal, torch.arange(len(tied), device=equal.device) * score_BV.shape[1])
+        _, place = sequences.ranges(start, last_TK.sum(1))
+        column_TK[last_TK] = equal[place] % score_BV.shape[1]
+        column_BK[tied] = column_TK
+    column_BK, order_BK = column_BK.sort(dim=1)
+    value_BK, order_BK = value_BK.gather(1, order_BK).sort(dim=1, descending=True, stable=True)
     return value_BK, column_BK.gather(1, order_BK)
