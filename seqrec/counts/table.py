@@ -71,9 +71,9 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
         parts = list(threads.map(rows, _ranges(bounds, max(1, pairs // max(1, len(weights))), 1 << (32 - bits))))
     number, targets, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     return CountTable(
-        offsets=torch.from_numpy(np.concatenate([[0], number.cumsum()]).astype(np.int64)),
-        targets=torch.from_numpy(targets.astype(np.int32)),
-        values=torch.from_numpy(values.astype(np.float32)),
+        offsets=torch.from_numpy(np.concatenate([[0], number.cumsum()])),
+        targets=torch.from_numpy(targets),
+        values=torch.from_numpy(values),
     )
 
 
@@ -121,4 +121,4 @@ def _rows(
     kept = np.arange(len(key)) - np.repeat(number.cumsum() - number, number) < limit
     key = key[kept]
     values = (MOST_BITS - (key >> bits & MOST_BITS)).astype(np.int32).view(np.float32)
-    return number.clip(max=limit), key & (1 << bits) - 1, values
+    return number.clip(max=limit), (key & (1 << bits) - 1).astype(np.int32), values

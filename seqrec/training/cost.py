@@ -111,8 +111,17 @@ def peak_memory(device: torch.device) -> int:
 
 def keep_freed_memory() -> None:
     """Make glibc reuse freed blocks. By default each step returns them, and every page has to be faulted in again."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
-            libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+    if (libc := _glibc()) is not None:
+        libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
+        libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+
+
+def return_freed_memory() -> None:
+    """Return freed blocks to the system. Kept for good, they grow by gigabytes: aligned ones are rarely reused."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "malloc_trim") else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REPORT_STEPS = 50  # on an accelerator, steps between two readings of the loss
+MEMORY_STEPS = 10  # steps between two returns of freed memory
 
 
 def fit(
@@ -121,6 +122,8 @@ def fit(
                     if device.type == "cpu" or position.step % REPORT_STEPS == 0:  # this waits for the device
                         divergence.check(position.step)
                         bar.show(position, meter, stopping)
+                    if position.total_steps % MEMORY_STEPS == 0:
+                        cost.return_freed_memory()
                     if position.total_steps == cost.FIRST_STEPS <= position.batch and main:
                         utilisation.wanted = cost.announce(stage, last, last * batches, meter)
                     if position.step % config.save_steps == 0 and position.batch < batches:

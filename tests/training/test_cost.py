@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 import re
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +53,22 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(
     assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
     for name, value in weights(tmp_path / "quiet").items():
         assert torch.equal(weights(tmp_path / "loud")[name], value)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
+def test_freed_memory_is_kept_for_the_next_step_until_it_is_returned():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    cost.keep_freed_memory()
+    before = resident()
+    blocks = [torch.ones(1 << 18) for _ in range(200)]  # of a megabyte
+    del blocks
+    assert resident() - before > 100e6
+
+    cost.return_freed_memory()
+
+    assert resident() - before < 50e6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in bf16")
