@@ -19,7 +19,7 @@ from seqrec.data import ties
 from seqrec.data.sequences import Sequences, train_events
 
 Array = NDArray[Any]
-PAIRS = 1 << 21  # pairs in memory at once in each thread: 100 MB
+PAIRS = 1 << 21  # pairs in memory at once in each thread: 150 MB
 MOST_TARGETS, FEWEST_TARGETS = 1024, 64  # kept per item; 512 instead of 1024 cost 0.0006 NDCG@10 on MovieLens-1M
 DISTANCE_BITS = 12  # for a distance of up to 4,095
 MOST_BITS = (1 << 31) - 1  # of a positive float32, read as a whole number
