@@ -175,6 +175,11 @@ class SequenceModel(nn.Module):
         """Return item vectors (V, D), by default the table `items`; row 0 is padding, which is never a candidate."""
         return self.get_parameter("items.weight")
 
+    @classmethod
+    def reads_rows(cls) -> bool:
+        """Return whether `vectors_of` reads only the rows of its items, from the table `items`."""
+        return cls.item_vectors is SequenceModel.item_vectors
+
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
         """Return the vectors (..., D) of `items` (...); with `sparse`, the table's gradient has only their rows."""
         return F.embedding(items, self.item_vectors(), sparse=sparse)

@@ -84,6 +84,4 @@ class GRU4Rec(ReadsWords):
 
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
         vectors = super().vectors_of(items, sparse=sparse)
-        if self.words is None or self.bias is None:
-            return vectors
-        return torch.cat([vectors, self.bias[items].unsqueeze(-1)], -1)
+        return vectors if self.bias is None else torch.cat([vectors, self.bias[items].unsqueeze(-1)], -1)

@@ -102,6 +102,10 @@ class Recformer(ReadsTokens):
         """See `SelfSupervised.pretrains`; a text encoder that is fine-tuned with item ids is not pre-trained."""
         return options.encoder == "text" or not options.refresh
 
+    @classmethod
+    def reads_rows(cls) -> bool:
+        return False
+
     def __new__(cls, *given: Any) -> Recformer:
         """Return a model of the class that `options.encoder` chooses, unless a class has been chosen."""
         if cls is Recformer:

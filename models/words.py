@@ -93,8 +93,12 @@ class ReadsWords(SequenceModel):
             return self.embed(torch.arange(size, device=self.items.weight.device))
         return self.items.weight[:size] if self.options.masked else self.items.weight
 
+    @classmethod
+    def reads_rows(cls) -> bool:
+        return True
+
     def vectors_of(self, items: Tensor, *, sparse: bool = False) -> Tensor:
-        return self.embed(items) if self.words is not None else super().vectors_of(items, sparse=sparse)
+        return self.embed(items)  # sparse if the table is
 
     def embed(self, items: Tensor) -> Tensor:
         """Return the vectors (..., D) of `items` (...): a vector of their own, plus that of their words."""

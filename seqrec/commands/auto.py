@@ -524,11 +524,10 @@ def model_settings(
     given = {**(finetune or {}), **limits}
     ruled = auto_settings.options(name, shape) | OPTIONS.get(name, {})
     chosen = auto_settings.merged(ruled, options or {}, "options")
-    fixed = {"counts": "auto", "learning_rate": auto_settings.learning_rate(name, chosen)}
     return {
         "options": chosen,
         "pretrain": dict(pretrain or {}),
-        "finetune": fixed | auto_settings.finetune(shape, given),
+        "finetune": {"counts": "auto"} | auto_settings.finetune(shape, given, name, chosen),
     }
 
 

@@ -155,7 +155,7 @@ class TrainConfig(Section):
     sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"  # of negatives; in_batch: the step's targets
     contrast: NotNegative = 0.0  # weight of a contrastive term between two dropout views of a window; 0: none
     exclude_past: bool = False  # ce: past items of the window are not candidates, as with `filter_seen` at test
-    sparse_tables: bool = False  # sampled losses: a step updates only the rows it uses, for huge catalogues
+    sparse_tables: Annotated[bool, OrAuto()] = False  # sampled losses: a step updates only the table rows that it reads
     gbce_t: Share = 0.75  # gbce: 0: equals bce, 1: calibrated for the whole catalogue
     windows: Annotated[Literal["last", "all"], OrAuto()] = "last"  # causal, cloze: a user's last window | all windows
     ties: Annotated[Literal["keep", "shuffle"], OrAuto()] = "keep"  # order of a user's events at the same time
@@ -185,11 +185,11 @@ class TrainConfig(Section):
         require(not self.exclude_past or self.loss == "ce", "exclude_past works with loss: ce only")
         require(self.resident or self.ties != "shuffle", "ties: shuffle needs resident: true")
         require(
-            not (self.sparse_tables and self.loss == "ce"),
+            not (self.sparse_tables is True and self.loss == "ce"),
             "sparse_tables has no effect with loss: ce, which updates every row; set loss: sampled_ce",
         )
         require(
-            not (self.sparse_tables and self.weight_decay),
+            not (self.sparse_tables is True and self.weight_decay),
             "sparse_tables needs weight_decay: 0, because weight decay updates every row",
         )
 

@@ -63,8 +63,8 @@ def finetune(
     net = start.model
     prepared = load_sequences(sequences)
     if net.phases("finetune"):
-        rate = auto_settings.learning_rate(start.card["architecture"], start.card["options"])
-        config = auto_settings.resolved(config, Shape.of(prepared), rate)
+        shape = Shape.of(prepared)
+        config = auto_settings.resolved(config, shape, start.card["architecture"], start.card["options"])
     _warn(net, prepared, config, filter_seen)
     training = Training(
         name=model,

@@ -36,7 +36,10 @@ RARE = 30  # items are rare if they have fewer events on average
 WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
-RULED = ("epochs", "batch_size", "loss", "negatives", "warmup_steps", "patience", "windows", "precision", "ties")
+RULED = (
+    *("epochs", "batch_size", "loss", "negatives", "learning_rate", "warmup_steps", "patience", "windows", "precision"),
+    *("ties", "sparse_tables"),
+)
 # learning rates, by architecture
 RATES = {"flash4rec": 3e-3} | dict.fromkeys(
     ("sasrec", "ssept", "rec_denoiser", "strec", "hstu", "bert4rec", "gru4rec", "recformer"), 2e-3
@@ -44,6 +47,7 @@ RATES = {"flash4rec": 3e-3} | dict.fromkeys(
 RATE = 1e-3  # of the other architectures
 WORD_RATES = {"flash4rec": 2e-3}  # with words, whose vectors add up in that of an item
 ALL_WINDOWS = 1_000_000  # up to this many events, every epoch trains on all of them
+WHOLE_TABLE = 50_000  # largest catalogue for which every step updates all rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +154,10 @@ def layers(shape: Shape) -> int:
     return 1 if shape.events < 50_000 or shape.median < SPARSE else 2
 
 
-def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training settings: those in `given` unchanged, the others by the rules."""
+def finetune(
+    shape: Shape, given: Mapping[str, Any], architecture: str = "", options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the training settings of a model: those in `given` unchanged, the others by the rules."""
     values = {name: value for name, value in given.items() if value != AUTO}
     of = values.setdefault("windows", windows(shape))
     batch = values.setdefault("batch_size", batch_size(shape, of))
@@ -167,6 +173,8 @@ def finetune(shape: Shape, given: Mapping[str, Any]) -> dict[str, Any]:
         "warmup_steps": min(WARMUP, number * steps // WARMUP_SHARE),
         "patience": max(5, math.ceil(number / 4)),
         "precision": "bf16" if has_fast_bf16() else "fp32",
+        "learning_rate": learning_rate(architecture, options or {}),
+        "sparse_tables": kind != "ce" and not values.get("weight_decay") and sparse_tables(architecture, shape),
     }
     return rules | values
 
@@ -179,15 +187,25 @@ def learning_rate(architecture: str, options: Mapping[str, Any]) -> float:
     return rates.get(architecture, RATE)
 
 
-def resolved(config: FinetuneConfig, shape: Shape, rate: float) -> FinetuneConfig:
-    """Return `config` with every `auto` replaced by a value, the learning rate by `rate`; the values are logged."""
+def sparse_tables(architecture: str, shape: Shape) -> bool:
+    """Return whether the rows that a step does not read are so many that updating them would take most of its time.
+
+    A GPU updates millions of rows in milliseconds.
+    """
+    reads_rows = REGISTRY.get(architecture, SequenceModel).reads_rows()
+    return reads_rows and shape.items > WHOLE_TABLE and not torch.cuda.is_available()
+
+
+def resolved(config: FinetuneConfig, shape: Shape, architecture: str, options: Mapping[str, Any]) -> FinetuneConfig:
+    """Return `config` of a model with every `auto` replaced by a value; the values are logged."""
     names = [name for name, value in vars(config).items() if value == AUTO and name != "counts"]
     if not names:
         return config
-    given = {name: getattr(config, name) for name in (*RULED, "resident", "epoch_steps")}
-    found = finetune(shape, given) | {"learning_rate": rate}
+    given = {name: getattr(config, name) for name in (*RULED, "resident", "epoch_steps", "weight_decay")}
+    found = finetune(shape, given, architecture, options)
     chosen = {name: found[name] for name in names}
-    shown = {name: value for name, value in chosen.items() if name != "negatives" or found["loss"] == "sampled_ce"}
+    hidden = {"negatives": found["loss"] != "sampled_ce", "sparse_tables": not found["sparse_tables"]}
+    shown = {name: value for name, value in chosen.items() if not hidden.get(name)}
     logger.info("settings of finetune, chosen from the shape of the data: %s", _listed(shown))
     return replace(config, **chosen)
 

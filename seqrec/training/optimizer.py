@@ -29,7 +29,7 @@ class Optimizers:
     """AdamW for the trainable parameters; with `sparse_tables`, a sparse Adam for the embedding tables.
 
     Raises:
-        ConfigError: `sparse_tables` is set, but the model's item vectors are not the rows of one table.
+        ConfigError: `sparse_tables` is set, but the model's item vectors are not computed from rows of a table.
     """
 
     def __init__(self, model: SequenceModel, config: TrainConfig) -> None:
@@ -83,15 +83,17 @@ class Optimizers:
 
 
 def _sparse_tables(model: SequenceModel) -> list[Tensor]:
-    """Return the trainable embedding tables, whose gradients become sparse."""
-    embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    tables: list[Tensor] = [part.weight for part in embeddings if part.weight.requires_grad]
-    if not any(model.item_vectors() is table for table in tables):
-        raise ConfigError(
-            f"sparse_tables: {type(model).__name__} has no plain table of items; set sparse_tables to false"
-        )
-    for part in embeddings:
-        part.sparse = True
+    """Return the trainable tables of items and users, whose gradients become sparse."""
+    rows = min(model.catalogue.num_items, model.catalogue.num_users)
+    large = [part for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings > rows]
+    tables: list[Tensor] = [part.weight for part in large if part.weight.requires_grad]
+    for part in model.parts:
+        if not (part.reads_rows() or any(part.item_vectors() is table for table in tables)):
+            raise ConfigError(
+                f"sparse_tables: {type(part).__name__} has no plain table of items; set sparse_tables to false"
+            )
+    for table in large:
+        table.sparse = True
     return tables
 
 

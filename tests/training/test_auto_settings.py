@@ -89,13 +89,34 @@ def test_shorter_epochs_are_more_and_have_as_short_a_warm_up():
     assert longer == whole | {"epoch_steps": 10**6}
     ruled = dict.fromkeys(("epochs", "batch_size", "loss", "negatives", "windows"), "auto")
     config = parse(FinetuneConfig, ruled | {"epoch_steps": 30}, "finetune")
-    assert auto.resolved(config, large, 1e-3).epochs == short["epochs"]
+    assert auto.resolved(config, large, "sasrec", {}).epochs == short["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "sparse"),
+    [
+        *((one, {}, True) for one in ("flash4rec", "sasrec", "gru4rec", "hstu")),
+        ("recformer", {}, False),  # its vectors are no rows of a table
+        ("sasrec", {"loss": "ce"}, False),
+        ("sasrec", {"weight_decay": 0.1}, False),
+    ],
+)
+def test_a_step_updates_only_the_rows_that_it_reads_of_a_large_catalogue(architecture, settings, sparse):
+    large = shape(users=500_000, median=8, items=auto.WHOLE_TABLE + 1)
+
+    def found(shape):
+        config = parse(FinetuneConfig, {"loss": "auto", "sparse_tables": "auto"} | settings, "finetune")
+        return auto.resolved(config, shape, architecture, {}).sparse_tables
+
+    assert found(large) is sparse
+    assert found(replace(large, items=auto.WHOLE_TABLE)) is False
+    assert model_settings(architecture, large, {}, finetune=settings)["finetune"]["sparse_tables"] is sparse
 
 
 def test_tied_events_are_shuffled_where_their_order_is_random_and_in_memory():
     def found(*, ordered, **settings):
         config = parse(FinetuneConfig, {"ties": "auto"} | settings, "finetune")
-        return auto.resolved(config, replace(shape(), ordered=ordered), 1e-3).ties
+        return auto.resolved(config, replace(shape(), ordered=ordered), "sasrec", {}).ties
 
     assert (found(ordered=True), found(ordered=False)) == ("keep", "shuffle")
     kept, shuffled = (auto.finetune(replace(shape(20_000), ordered=ordered), {})["epochs"] for ordered in (True, False))
@@ -202,7 +223,7 @@ def test_a_dataset_decides_what_a_model_leaves_to_the_rules():
 def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_path):
     options = dict.fromkeys(("length", "d_model", "d_state", "dropout"), "auto")
     ruled = [name for name in auto.RULED if name != "epochs"]
-    settings = dict.fromkeys((*ruled, "learning_rate"), "auto")
+    settings = dict.fromkeys(ruled, "auto")
 
     run(prepared, tmp_path, model="gru4rec", options=options | {"item_bias": True}, epochs=1, **settings)
 
@@ -210,7 +231,8 @@ def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_pat
     assert {name: card["options"][name] for name in options} == {n: auto.options("gru4rec", given)[n] for n in options}
     assert card["options"]["item_bias"] is True
     assert card["config"]["learning_rate"] == 2e-3
-    assert {name: card["config"][name] for name in ruled} == {n: auto.finetune(given, {"epochs": 1})[n] for n in ruled}
+    expected = auto.finetune(given, {"epochs": 1}, "gru4rec")
+    assert {name: card["config"][name] for name in ruled} == {name: expected[name] for name in ruled}
 
 
 def test_the_shape_is_that_of_the_training_part(prepared):
