@@ -34,7 +34,7 @@ from seqrec.artifacts import (
     write_text,
 )
 from seqrec.commands import run
-from seqrec.config import Params, from_dict
+from seqrec.config import AUTO, Params, from_dict
 from seqrec.config.ranges import Minutes
 from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
@@ -523,7 +523,8 @@ def model_settings(
     """
     given = {**(finetune or {}), **limits}
     ruled = auto_settings.options(name, shape) | OPTIONS.get(name, {})
-    chosen = auto_settings.merged(ruled, options or {}, "options")
+    set_ = {option: value for option, value in (options or {}).items() if value != AUTO or option not in ruled}
+    chosen = auto_settings.merged(ruled, set_, "options")
     return {
         "options": chosen,
         "pretrain": dict(pretrain or {}),

@@ -185,6 +185,14 @@ def test_one_of_two_options_that_depend_on_each_other_can_be_set(switch, switche
         parse(REGISTRY["flash4rec"].Options, auto.merged({}, {switch: off, switched: own}, "here"), "here")
 
 
+def test_auto_in_the_library_is_as_in_params():
+    options, finetune = {"d_model": "auto", "length": 7}, {"epochs": "auto"}
+
+    found = model_settings("sasrec", shape(), {}, options=options, finetune=finetune)
+
+    assert found == model_settings("sasrec", shape(), {}, options={"length": 7})
+
+
 def test_an_option_without_a_rule_cannot_be_auto():
     params = from_dict({"dataset": "mine", "models": {"sasrec": {"options": {"length": "auto", "heads": "auto"}}}})
 

@@ -122,13 +122,13 @@ def _decoded_line(line: bytes, path: Path) -> str:
         text = line.decode("utf-8", "replace")
     if not text.replace("\ufffd", "").isascii():
         return text
-    _say_encoding(path)
+    _say_encoding(path.name)
     return line.decode("cp1252", "replace")
 
 
 @functools.lru_cache(maxsize=32)
-def _say_encoding(path: Path) -> None:
-    logger.warning("%s: lines that are not UTF-8 are read as Windows-1252", path.name)
+def _say_encoding(name: str) -> None:  # once for a file and its copy
+    logger.warning("%s: lines that are not UTF-8 are read as Windows-1252", name)
 
 
 def _without_marker(data: bytes, number: int) -> bytes:
