@@ -80,8 +80,8 @@ class Run:
         shape = auto_settings.Shape.of(self.data)
         architecture = auto_settings.resolved_options(self.params.model(name), shape, name)
         model = checkpoint.build(architecture, Catalogue(self.data.num_items, self.data.num_users, 0))
-        rate = auto_settings.learning_rate(architecture.architecture, architecture.options)
-        config = auto_settings.resolved(self.params.section("finetune", model=name), shape, rate)
+        section, options = self.params.section("finetune", model=name), architecture.options
+        config = auto_settings.resolved(section, shape, architecture.architecture, options)
         return model, replace(config, **changes)
 
     def train(
