@@ -199,6 +199,7 @@ class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use only its seed."""
 
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
+    item_vectors: Literal["random", "counts"] = "random"  # first values of the table of items, without pre-training
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
 
     def __post_init__(self) -> None:

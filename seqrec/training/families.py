@@ -19,6 +19,7 @@ from torch import Tensor
 
 from seqrec.artifacts import ITEMS, MODEL_CARD, TOKENIZER
 from seqrec.config import ModelConfig, PretrainConfig, parse
+from seqrec.counts import item_vectors
 from seqrec.data.sequences import Sequences, load, ranges, read_vocabulary
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
@@ -97,7 +98,15 @@ def of_items(start: Start) -> Ready:
     net, training = start.build(target), start.training
     if start.champion is not None and warm_start(net, start.sequences[0], start.champion):
         training = replace(training, config=replace(start.config, epochs=0), content=[digest(net.state_dict())])
-    return net, target, training
+        return net, target, training
+    return net, target, _with_vectors(net, target, training, start.config)
+
+
+def _with_vectors(net: SequenceModel, data: Sequences, training: Training, config: PretrainConfig) -> Training:
+    """Return a `Training` that gives items vectors from counts, if `config` says so and no phase learns others."""
+    if config.item_vectors == "random" or net.phases("pretrain"):
+        return training
+    return replace(training, finish=partial(item_vectors.initialise, net, data, config.seed))
 
 
 def of_two_domains(start: Start) -> Ready:
@@ -128,7 +137,8 @@ def of_attributes(start: Start) -> Ready:
     if isinstance(net, SelfSupervised):
         data = train_parts([data], start.config, validated=False)
     epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
-    return net, data, replace(start.training, content=[digest(tokens)], epochs=epochs)
+    training = replace(start.training, content=[digest(tokens)], epochs=epochs)
+    return net, data, _with_vectors(net, data, training, start.config)
 
 
 def of_vectors(start: Start) -> Ready:
