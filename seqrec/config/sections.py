@@ -196,7 +196,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainConfig):
-    """Section `pretrain`; models without a pre-training phase use only its seed."""
+    """Section `pretrain`; models without a pre-training phase use only its seed and `item_vectors`."""
 
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
     item_vectors: Literal["random", "counts"] = "random"  # first values of the table of items, without pre-training

@@ -70,7 +70,5 @@ def vectors(data: Sequences, width: int) -> Tensor:
     value_Q, vector_QQ = torch.linalg.eigh(basis_VQ.T @ (matrix_VV @ basis_VQ))
     largest = slice(-width, None)  # eigh sorts them upwards
     vector_VD = (basis_VQ @ vector_QQ[:, largest]) * value_Q[largest].clamp(min=0).sqrt()
-    unknown_V = torch.ones(size, dtype=torch.bool)
-    unknown_V[place_2N[0][information_N.repeat(2) > 0]] = False
-    vector_VD[unknown_V] = 0.0  # where rounding left 1e-10
+    vector_VD[matrix_VV @ torch.ones(size) == 0] = 0.0  # where rounding left 1e-10
     return F.pad(vector_VD, (0, width - vector_VD.shape[1]))
