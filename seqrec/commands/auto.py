@@ -527,7 +527,7 @@ def model_settings(
     chosen = auto_settings.merged(ruled, set_, "options")
     return {
         "options": chosen,
-        "pretrain": dict(pretrain or {}),
+        "pretrain": {"item_vectors": auto_settings.item_vectors(shape, chosen)} | dict(pretrain or {}),
         "finetune": {"counts": "auto"} | auto_settings.finetune(shape, given, name, chosen),
     }
 

@@ -199,13 +199,14 @@ class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use only its seed and `item_vectors`."""
 
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
-    item_vectors: Literal["random", "counts"] = "random"  # first values of the table of items, without pre-training
+    item_vectors: Annotated[Literal["random", "counts"], OrAuto()] = "random"  # start of an item table
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
-            require(value != AUTO, f"{name} cannot be auto in pretrain: only finetune has rules for it")
+            ruled = name == "item_vectors"
+            require(value != AUTO or ruled, f"{name} cannot be auto in pretrain: only finetune has rules for it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from seqrec.config import AUTO, FinetuneConfig, ModelConfig
+from seqrec.config import AUTO, FinetuneConfig, ModelConfig, PretrainConfig
 from seqrec.config.sections import SWITCHES
 from seqrec.data import ties
 from seqrec.data.sequences import Sequences
@@ -210,6 +210,25 @@ def resolved(config: FinetuneConfig, shape: Shape, architecture: str, options: M
     return replace(config, **chosen)
 
 
+def resolved_start(config: PretrainConfig, data: Sequences, options: Mapping[str, Any]) -> PretrainConfig:
+    """Return `config` with a value in place of `item_vectors: auto`; the value is logged."""
+    if config.item_vectors != AUTO:
+        return config
+    start = item_vectors(Shape.of(data), options)
+    logger.info("pretrain.item_vectors, chosen from the shape of the data: %s", start)
+    return replace(config, item_vectors=start)
+
+
+def item_vectors(shape: Shape, options: Mapping[str, Any]) -> Literal["random", "counts"]:
+    """Return `counts` if the vectors of rare items do not learn from words, which teach them the same."""
+    return "random" if options.get("attribute_values") or not are_rare(shape) else "counts"
+
+
+def are_rare(shape: Shape) -> bool:
+    """Return whether there are too few events to learn each item's vector."""
+    return shape.events < RARE * shape.items
+
+
 def resolved_options(config: ModelConfig, shape: Shape, path: str) -> ModelConfig:
     """Return `config` with every option that is `auto` replaced by a value; the values are logged under `path`."""
     found = options(config.architecture, shape)
@@ -257,8 +276,7 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     width, own = d_model(shape), {field.name for field in fields(REGISTRY.get(architecture, SequenceModel).Options)}
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     shared = {name: value for name, value in shared.items() if name in own}
-    rare = shape.described and shape.events < RARE * shape.items  # too few events to learn each item's vector
-    words = {"attribute_values": WORDS if rare else 0}
+    words = {"attribute_values": WORDS if shape.described and are_rare(shape) else 0}
     if architecture == "gru4rec":
         return shared | words | {"layers": 1, "d_state": 2 * width}
     if architecture == "sasrec":

@@ -30,6 +30,7 @@ from seqrec.models.optional import (
     Transferable,
     TwoDomains,
 )
+from seqrec.training.auto_settings import resolved_start
 from seqrec.training.checkpoint import build
 from seqrec.training.tensors import digest
 from seqrec.training.train import Training
@@ -99,14 +100,16 @@ def of_items(start: Start) -> Ready:
     if start.champion is not None and warm_start(net, start.sequences[0], start.champion):
         training = replace(training, config=replace(start.config, epochs=0), content=[digest(net.state_dict())])
         return net, target, training
-    return net, target, _with_vectors(net, target, training, start.config)
+    return net, target, _with_vectors(net, target, training, start)
 
 
-def _with_vectors(net: SequenceModel, data: Sequences, training: Training, config: PretrainConfig) -> Training:
-    """Return a `Training` that gives items vectors from counts, if `config` says so and no phase learns others."""
-    if config.item_vectors == "random" or net.phases("pretrain"):
+def _with_vectors(net: SequenceModel, data: Sequences, training: Training, start: Start) -> Training:
+    """Return a `Training` that gives items vectors from counts, if the config says so and no phase trains them."""
+    if net.phases("pretrain"):
         return training
-    return replace(training, finish=partial(item_vectors.initialise, net, data, config.seed))
+    config = resolved_start(start.config, data, start.architecture.options)
+    counted = partial(item_vectors.initialise, net, data, config.seed)
+    return replace(training, config=config, finish=counted if config.item_vectors == "counts" else None)
 
 
 def of_two_domains(start: Start) -> Ready:
@@ -138,7 +141,7 @@ def of_attributes(start: Start) -> Ready:
         data = train_parts([data], start.config, validated=False)
     epochs = dict.fromkeys(net.phases("pretrain"), start.config.epochs)
     training = replace(start.training, content=[digest(tokens)], epochs=epochs)
-    return net, data, _with_vectors(net, data, training, start.config)
+    return net, data, _with_vectors(net, data, training, start)
 
 
 def of_vectors(start: Start) -> Ready:

@@ -12,6 +12,7 @@ from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.counts import item_vectors
 from seqrec.data import sequences
 from seqrec.stages.pretrain import pretrain
+from seqrec.training import auto_settings
 from seqrec.training.checkpoint import load_checkpoint
 
 
@@ -75,7 +76,7 @@ def test_a_table_gets_their_directions_and_keeps_its_norms(data, architecture, o
     assert not any(torch.allclose(tables[0], other, atol=0.1) for other in tables[1:])
 
 
-def test_a_new_model_starts_with_them_and_a_pre_trained_one_with_its_own(prepared, tmp_path):
+def test_a_new_model_starts_with_them_and_a_pre_trained_one_with_its_own(prepared, tmp_path, monkeypatch):
     def initial(model, start):
         options = OPTIONS.get(model, {"length": 8, "d_model": 16})
         folder = tmp_path / model / start
@@ -93,5 +94,8 @@ def test_a_new_model_starts_with_them_and_a_pre_trained_one_with_its_own(prepare
     random, counted = (initial("sasrec", start) for start in ("random", "counts"))
     item_vectors.initialise(random, sequences.load(prepared), seed=1)
     assert all(torch.equal(value, random.state_dict()[name]) for name, value in counted.state_dict().items())
+    monkeypatch.setattr(auto_settings, "RARE", 10**6)
+    ruled = initial("sasrec", "auto").state_dict()
+    assert all(torch.equal(value, ruled[name]) for name, value in counted.state_dict().items())
     random, counted = (initial("strec", start) for start in ("random", "counts"))
     assert torch.equal(random.items.weight, counted.items.weight)

@@ -142,6 +142,15 @@ def test_words_are_read_where_items_have_text_and_few_events(name):
     assert (words(1_001), words(1_000), words(1_001, described=False)) == (32, 0, 0)
 
 
+def test_vectors_of_rare_items_without_words_start_with_counts():
+    def start(items, described=False, **given):
+        of = replace(shape(items=items), described=described)
+        return model_settings("sasrec", of, {}, pretrain=given)["pretrain"]["item_vectors"]
+
+    assert (start(1_001), start(1_000), start(1_001, item_vectors="random")) == ("counts", "random", "random")
+    assert start(1_001, described=True) == "random"
+
+
 @pytest.mark.parametrize(
     ("name", "given", "rate"),
     [
