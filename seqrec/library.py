@@ -319,7 +319,7 @@ def fit(
         minutes: budget, from which the number of epochs and of their steps follows. A model that is pre-trained
             needs the number of those epochs in `pretrain`.
         options: options of the model, such as {"d_model": 64}.
-        pretrain: settings of the pre-training, where the model has one.
+        pretrain: settings of the pre-training, where the model has one; for the others, `item_vectors`.
         finetune: settings of the training, such as {"epochs": 20}.
         seed: seed of weights and training; by default the one of the settings, 42.
         folder: folder that receives weights and reports; by default a temporary one, which lives as long as the model.
