@@ -21,12 +21,13 @@ from seqrec.models.base import SequenceModel
 
 WINDOW = 10  # maximum distance of two counted events
 TARGETS = 64  # counts kept per item, the largest ones
+LENGTHENED = 3.0  # a short row would turn away from its direction within the first steps
 OVERSAMPLING, PASSES = 16, 4  # of the subspace iteration (Halko, Martinsson and Tropp, SIAM Review 2011)
 
 
 @torch.no_grad()
 def initialise(model: SequenceModel, data: Sequences, seed: int) -> None:
-    """Turn each row of a table named `items` to the direction of the item's vector; its norm stays.
+    """Turn each row of a table named `items` to the direction of the item's vector, `LENGTHENED` times as long.
 
     The directions are rotated at random, so that no column of the table is larger than another and the members of an
     ensemble differ. Rows of items without counts are not changed.
@@ -40,7 +41,8 @@ def initialise(model: SequenceModel, data: Sequences, seed: int) -> None:
     for table in tables:
         rotation_DD, _ = torch.linalg.qr(torch.randn(width, width, generator=generator))
         table_VD = table[: len(known_V)]  # without MASK
-        table_VD[known_V] = direction_VD[known_V] @ rotation_DD * table_VD[known_V].norm(dim=1, keepdim=True)
+        norm_V1 = LENGTHENED * table_VD[known_V].norm(dim=1, keepdim=True)
+        table_VD[known_V] = direction_VD[known_V] @ rotation_DD * norm_V1
 
 
 def vectors(data: Sequences, width: int) -> Tensor:
