@@ -199,7 +199,7 @@ class PretrainConfig(TrainConfig):
     """Section `pretrain`; models without a pre-training phase use only its seed and `item_vectors`."""
 
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
-    item_vectors: Annotated[Literal["random", "counts"], OrAuto()] = "random"  # start of an item table
+    item_vectors: Annotated[Literal["random", "counts"], OrAuto()] = "random"  # initial item table
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
 
     def __post_init__(self) -> None:
