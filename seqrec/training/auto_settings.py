@@ -221,10 +221,10 @@ def resolved_start(config: PretrainConfig, data: Sequences, options: Mapping[str
 
 def item_vectors(shape: Shape, options: Mapping[str, Any]) -> Literal["random", "counts"]:
     """Return `counts` if the vectors of rare items do not learn from words, which teach them the same."""
-    return "random" if options.get("attribute_values") or not are_rare(shape) else "counts"
+    return "random" if options.get("attribute_values") or not has_rare_items(shape) else "counts"
 
 
-def are_rare(shape: Shape) -> bool:
+def has_rare_items(shape: Shape) -> bool:
     """Return whether there are too few events to learn each item's vector."""
     return shape.events < RARE * shape.items
 
@@ -276,7 +276,7 @@ def options(architecture: str, shape: Shape) -> dict[str, Any]:
     width, own = d_model(shape), {field.name for field in fields(REGISTRY.get(architecture, SequenceModel).Options)}
     shared = {"length": length(shape), "d_model": width, "dropout": dropout(shape), "layers": layers(shape)}
     shared = {name: value for name, value in shared.items() if name in own}
-    words = {"attribute_values": WORDS if shape.described and are_rare(shape) else 0}
+    words = {"attribute_values": WORDS if shape.described and has_rare_items(shape) else 0}
     if architecture == "gru4rec":
         return shared | words | {"layers": 1, "d_state": 2 * width}
     if architecture == "sasrec":
