@@ -35,6 +35,8 @@ def compile_pipeline(
         ConfigError: a wrong setting, or an unknown model.
     """
     settings = load(params)
+    for name in models:
+        settings.model_entry(name, "--models")
     chosen = tuple(models or settings.leaderboard)
     graph = build(pipeline, settings, chosen, state, cache=cache)
     check(filled_in(settings.as_dict(), inputs(settings, chosen) | dict(form or {})))

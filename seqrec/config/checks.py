@@ -119,7 +119,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**_tuples(values))
         check_fields(parsed)  # for classes that are not a `Section`, such as a model's options
     except ValueError as error:  # pydantic's ValidationError is one
-        raise ConfigError(_explain(error, path)) from error
+        raise ConfigError(_explain(error, path, cast(type, cls))) from error
     except (TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return parsed
@@ -130,13 +130,16 @@ def _adapter(cls: type) -> Any:
     return pydantic.TypeAdapter(cls)
 
 
-def _explain(error: ValueError, path: str) -> str:
+def _explain(error: ValueError, path: str, cls: type) -> str:
     if not CASTS or not isinstance(error, pydantic.ValidationError):
         return f"{path}: {error}" if path else str(error)
     lines = []
     for detail in error.errors():
         key = ".".join(part for part in (path, *map(str, detail["loc"])) if part)
         message = detail["msg"].removeprefix("Value error, ")
+        hint, ruled = _hints(cls).get(str(detail["loc"][0])) if detail["loc"] else None, getattr(cls, "ruled", None)
+        if may_be_auto(hint) and (ruled is None or detail["loc"][0] in ruled):
+            message += f", or {AUTO}"
         own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # raised by a section; it includes the value
         shown = not own and not is_secret_name(key)
         label = f"{key}: " if key else ""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from seqrec.config.checks import STORES, Section, check_address, parse, require
 from seqrec.config.ranges import (
@@ -201,12 +201,13 @@ class PretrainConfig(TrainConfig):
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
     item_vectors: Annotated[Literal["random", "counts"], OrAuto()] = "random"  # initial item table
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
+    ruled: ClassVar = ("item_vectors",)  # what may be auto
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
-            ruled = name == "item_vectors"
-            require(value != AUTO or ruled, f"{name} cannot be auto in pretrain: only finetune has rules for it")
+            allowed = value != AUTO or name in self.ruled
+            require(allowed, f"{name} cannot be auto in pretrain: only finetune has rules for it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +359,8 @@ class StepResources(Section):
         super().__post_init__()
         for name, form, example in (("cpu", CPU, "2, 0.5 or 500m"), ("memory", BYTES, "4Gi or 1536Mi")):
             value = getattr(self, name)
-            require(bool(form.fullmatch(value)), f"{name} must be a quantity such as {example}, not {value!r:.80}")
+            fits = bool(form.fullmatch(value)) and bool(re.search("[1-9]", value))
+            require(fits, f"{name} must be a quantity above 0 such as {example}, not {value!r:.80}")
         size = self.shared_memory
         require(not size or bool(BYTES.fullmatch(size)), f"shared_memory must be one such as 2Gi, not {size!r:.80}")
         known = ("key", "operator", "value", "effect")

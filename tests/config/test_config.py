@@ -44,6 +44,9 @@ PARAMS = {
         ("evaluate.filter_seen", True, "evaluate.filter_seen: unknown key; it is a key of the top level"),
         ("finetune.clip_norm", float("nan"), "finetune: clip_norm must be a finite number, not nan"),
         ("prepare.protocol", "random", "prepare.protocol: Input should be 'LOO-full', 'LOO-101', 'RATIO-full'"),
+        ("finetune.precision", "fp8", "finetune.precision: Input should be 'fp32' or 'bf16', or auto (got 'fp8')"),
+        ("pretrain.item_vectors", "x", "pretrain.item_vectors: Input should be 'random' or 'counts', or auto"),
+        ("pretrain.precision", "fp8", "pretrain.precision: Input should be 'fp32' or 'bf16' (got 'fp8')"),
         ("dataset", "huge", "dataset: no entry datasets.huge; known are small, large"),
         ("sources", ["huge"], "sources: no entry datasets.huge; known are small, large"),
         ("sources", ["large", "large"], "sources: list each name once, not large, large"),
@@ -61,7 +64,7 @@ PARAMS = {
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         *(
             ("kubernetes", {"resources": {"default": {name: value}}}, f"kubernetes: resources.default: {name} must be")
-            for name, value in (("cpu", ""), ("cpu", "two"), ("memory", "1.5Gi"), ("shared_memory", "lots"))
+            for name, value in (("cpu", ""), ("cpu", "z"), ("cpu", "0.0"), ("memory", "1.5Gi"), ("shared_memory", "x"))
         ),
         *(
             ("kubernetes", setting, message)

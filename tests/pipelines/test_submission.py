@@ -161,12 +161,14 @@ def test_a_run_is_awaited_through_failed_polls_and_gets_the_inputs_of_the_comman
     inputs = ("--epochs", "3", "--override", "finetune.patience=2", "--dataset", "own")
     status, said = command("submit", "--wait", "--poll", "0.1", *inputs)
     wrong, why = command("submit", "--override", "finetune.patiense=2")
+    unknown, said_of_it = command("submit", "--models", "flashrec")
 
     assert (status, server.fail_next) == (0, []), said
     (run,) = server.runs.values()
     given = run["runtime_config"]["parameters"]
     assert (given["epochs"], given["overrides"]["finetune.patience"]) == (3, 2)
     assert (wrong, "finetune.patiense: unknown key" in why) == (1, True)
+    assert (unknown, "--models: no entry models.flashrec" in said_of_it) == (1, True)
 
 
 def test_the_usage_names_the_module(capsys):
