@@ -78,21 +78,29 @@ def check_value(name: str, hint: Any, value: Any) -> None:
     Raises:
         ValueError: the message starts with `name`.
     """
-    kind, *limits = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    if isinstance(value, str) and value == AUTO and may_be_auto(hint):
+    kind, choices, limits, or_auto = _read(hint)
+    if or_auto and isinstance(value, str) and value == AUTO:
         return
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
+    if choices:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r:.80}")
     elif kind in (bool, int, float, str):
         fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool)
-        fits = fits and isinstance(value, (int, float) if kind is float else kind)
-        require(fits, f"{name} must be of type {kind.__name__}, not {value!r:.80}")
-    if kind in (int, float):
-        fits = math.isfinite(value) and (kind is float or abs(value) < 2**63)
-        require(fits, f"{name} must be a finite number, not {value!r:.80}")
-    for limit in (limit for limit in limits if isinstance(limit, Bounds)):
-        require(value in limit, f"{name} must be {limit}, not {value!r:.80}")
+        if not fits or not isinstance(value, (int, float) if kind is float else kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
+    if kind in (int, float) and not (math.isfinite(value) and (kind is float or abs(value) < 2**63)):
+        raise ValueError(f"{name} must be a finite number, not {value!r:.80}")
+    for limit in limits:
+        if value not in limit:
+            raise ValueError(f"{name} must be {limit}, not {value!r:.80}")
+
+
+@functools.cache
+def _read(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Bounds, ...], bool]:
+    """Return the type in a hint, the choices of a Literal, the bounds, and whether the value may be `auto`."""
+    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    return kind, choices, tuple(mark for mark in marks if isinstance(mark, Bounds)), may_be_auto(hint)
 
 
 @functools.cache
@@ -117,7 +125,8 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str) -> T:
             if isinstance(values.get(name), bool):
                 check_value(name, hint, values[name])
         parsed: T = _adapter(cast(type, cls)).validate_python(dict(values)) if CASTS else cls(**_tuples(values))
-        check_fields(parsed)  # for classes that are not a `Section`, such as a model's options
+        if not isinstance(parsed, Section):  # such as a model's options
+            check_fields(parsed)
     except ValueError as error:  # pydantic's ValidationError is one
         raise ConfigError(_explain(error, path, cast(type, cls))) from error
     except (TypeError, AttributeError, OverflowError) as error:

@@ -164,10 +164,12 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         parse(cls, {**_defaults(stage, "", params.seed), **params.sections[stage]}, stage)
     for dataset in (params.dataset, *params.datasets):
         for stage in SECTIONS:
-            params.section(stage, dataset=dataset)
+            if stage == "ingest" or params.dataset_entry(dataset).get(stage):  # its default depends on the dataset
+                params.section(stage, dataset=dataset)
     for model in params.models:
         for stage in ("pretrain", "finetune"):
-            params.section(stage, model=model)
+            if params.model_entry(model).get(stage):
+                params.section(stage, model=model)
         params.model(model)
     for name in params.sources:
         params.dataset_entry(name, "sources")

@@ -29,7 +29,7 @@ pytest.importorskip("onnxscript")
 # tests/counts/test_everywhere.py exports a bert4rec, tests/tracking/test_registry.py a sasrec.
 LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "sasrec", "ssept", "zesrec"}
 OPTIONS = {
-    "flash4rec": {"request_time": True, "attribute_values": 3},
+    "flash4rec": {"request_time": True, "attribute_values": 3, "experts": 2},
     "gru4rec": {"attribute_values": 3},
     "fpmc": {"members": 2, "length": 1},  # an ensemble, and a history of one length alone
     "strec": {"layers": 2},
