@@ -70,11 +70,12 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
         raise ValueError(f"{module} is not a module below {root}, and was not imported from a file")
     own = None if _file(module, root) else start.parent
     found: dict[str, Path] = {}
-    waiting = [module]
+    waiting, known = [module], set[str]()
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in known:
             continue
+        known.add(name)
         path = start if name == module else _file(name, root) or _beside(name, own)
         if path is None or _is_exempt(name, exempt, module):
             continue
