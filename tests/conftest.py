@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,6 @@ from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
-    # inspect, which KFP asks for every frame, would look through all modules for those of a worker's start
-    inspect.modulesbyfile |= {"<string>": "__main__", find_spec("xdist.remote").origin: "__main__"}
 
 # A test has a tracking server and a store of events only if it names them itself.
 for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "SEQREC_STORE"):

@@ -146,14 +146,18 @@ def _explain(error: ValueError, path: str, cls: type) -> str:
     for detail in error.errors():
         key = ".".join(part for part in (path, *map(str, detail["loc"])) if part)
         message = detail["msg"].removeprefix("Value error, ")
-        hint, ruled = _hints(cls).get(str(detail["loc"][0])) if detail["loc"] else None, getattr(cls, "ruled", None)
-        if may_be_auto(hint) and (ruled is None or detail["loc"][0] in ruled):
+        if detail["loc"] and _takes_auto(cls, str(detail["loc"][0])):
             message += f", or {AUTO}"
         own = isinstance(detail.get("ctx", {}).get("error"), ValueError)  # raised by a section; it includes the value
         shown = not own and not is_secret_name(key)
         label = f"{key}: " if key else ""
         lines.append(f"{label}{message}" + (f" (got {redacted(repr(detail['input'])):.80})" if shown else ""))
     return "; ".join(lines)
+
+
+def _takes_auto(cls: type, name: str) -> bool:
+    """Return whether setting `name` may be `auto`; a section may name in `ruled` those of the marked ones that may."""
+    return may_be_auto(_hints(cls).get(name)) and name in getattr(cls, "ruled", (name,))
 
 
 def refuse_secrets(values: Any, path: str) -> None:

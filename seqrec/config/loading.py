@@ -164,7 +164,7 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         parse(cls, {**_defaults(stage, "", params.seed), **params.sections[stage]}, stage)
     for dataset in (params.dataset, *params.datasets):
         for stage in SECTIONS:
-            if stage == "ingest" or params.dataset_entry(dataset).get(stage):  # its default depends on the dataset
+            if stage == "ingest" or params.dataset_entry(dataset).get(stage):  # ingest has a default for each dataset
                 params.section(stage, dataset=dataset)
     for model in params.models:
         for stage in ("pretrain", "finetune"):

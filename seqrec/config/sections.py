@@ -201,7 +201,7 @@ class PretrainConfig(TrainConfig):
     held_out: Fraction = 0.05  # unisrec, recformer: share of users held out for selecting the weights
     item_vectors: Annotated[Literal["random", "counts"], OrAuto()] = "random"  # initial item table
     use_sources: bool = True  # read the datasets in `sources`, if there are any; false: only the dataset itself
-    ruled: ClassVar = ("item_vectors",)  # what may be auto
+    ruled: ClassVar = ("item_vectors",)  # the only setting that may be auto
 
     def __post_init__(self) -> None:
         super().__post_init__()
