@@ -116,14 +116,18 @@ def _normal(*shape: int) -> Tensor:
     return torch.empty(shape).normal_(std=shape[-2] ** -0.5)
 
 
-def rotate(x_BLS: Tensor) -> Tensor:
+def rotate(q_BLS: Tensor, k_BLS: Tensor) -> tuple[Tensor, Tensor]:
     """Apply rotary position embeddings, so that inner products depend only on the distance of positions (eq. 3)."""
-    length, width = x_BLS.shape[-2:]
-    steps = torch.arange(width // 2, device=x_BLS.device, dtype=torch.float32)
-    angle = torch.arange(length, device=x_BLS.device, dtype=torch.float32)[:, None] * 10000.0 ** (-2 * steps / width)
-    cos, sin = angle.cos().to(x_BLS.dtype), angle.sin().to(x_BLS.dtype)
-    first, second = x_BLS.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    length, width = q_BLS.shape[-2:]
+    steps = torch.arange(width // 2, device=q_BLS.device, dtype=torch.float32)
+    angle = torch.arange(length, device=q_BLS.device, dtype=torch.float32)[:, None] * 10000.0 ** (-2 * steps / width)
+    cos, sin = angle.cos().to(q_BLS.dtype), angle.sin().to(q_BLS.dtype)
+
+    def rotated(x_BLS: Tensor) -> Tensor:
+        first, second = x_BLS.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+    return rotated(q_BLS), rotated(k_BLS)
 
 
 def topk_dropout(weight_BLL: Tensor, real_BL: Tensor, k: int, p: float, scope: str) -> Tensor:
@@ -202,7 +206,7 @@ class GatedAttention(nn.Module):
     def forward(self, x_BLD: Tensor, user_BD: Tensor, bias_BLL: Tensor, real_BL: Tensor, queries: slice) -> Tensor:
         """Return the output (B, Q, D) at the positions `queries`."""
         z_BLS = self.activation(self.to_shared(x_BLD))  # (1)
-        q_BLS, k_BLS = rotate(z_BLS * self.scale[0] + self.shift[0]), rotate(z_BLS * self.scale[1] + self.shift[1])
+        q_BLS, k_BLS = rotate(z_BLS * self.scale[0] + self.shift[0], z_BLS * self.scale[1] + self.shift[1])
         value_BLE = self.activation(self.to_value(x_BLD))  # (4)
         gate_BLE = self.to_gate(x_BLD[:, queries])
         if self.user_to_gate is not None:
@@ -228,7 +232,8 @@ class RotaryAttention(nn.Module):
         heads = self.options.heads
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1) for x in self.to_all(x_BLD).chunk(3, -1))
         bias, real = (x[:, queries].repeat_interleave(heads, 0) for x in (bias_BLL, real_BL))
-        mixed = mix(rotate(q)[:, queries], rotate(k), v, bias, real, self.options, self.training)  # (B * H, Q, K)
+        q, k = rotate(q, k)
+        mixed = mix(q[:, queries], k, v, bias, real, self.options, self.training)  # (B * H, Q, K)
         out: Tensor = self.to_out(mixed.unflatten(0, (-1, heads)).transpose(1, 2).flatten(2))
         return out
 
@@ -246,13 +251,21 @@ class Experts(nn.Module):
         self.outer = nn.Parameter(_normal(options.experts, options.d_expert, options.d_model))
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed outputs (B, L, D), zero at padding unless exported, and the layer's `ROUTING` (4,)."""
+        """Return the mixed outputs (B, L, D) and the layer's `ROUTING` (4,); outputs at padding are zero.
+
+        A graph computes outputs at padding too, which nothing reads, and no `ROUTING`.
+        """
         x_ND, real_N = x_BLD.flatten(0, 1), real_BL.flatten()
         logits_NX = self.router(self._jittered(x_ND))
         share_NX = logits_NX.T.contiguous().softmax(0).T  # on a CPU, ten times as fast as a softmax over rows of four
         gate_NK, expert_NK = self._gates(logits_NX, share_NX)
-        mixed_ND, counts_X = self._dispatch(x_ND, gate_NK, expert_NK, real_N)
-        return mixed_ND.unflatten(0, x_BLD.shape[:2]), self._routing(share_NX, counts_X, real_N)
+        if torch.compiler.is_exporting():
+            mixed_ND = self._with_common_operators(x_ND, gate_NK, expert_NK)
+            routing = x_ND.new_zeros(len(ROUTING))
+        else:
+            mixed_ND, counts_X = self._dispatch(x_ND, gate_NK, expert_NK, real_N)
+            routing = self._routing(share_NX, counts_X, real_N)
+        return mixed_ND.unflatten(0, x_BLD.shape[:2]), routing
 
     def _jittered(self, x_ND: Tensor) -> Tensor:
         epsilon = self.options.jitter
@@ -276,8 +289,6 @@ class Experts(nn.Module):
         Returns:
             The mixed outputs (N, D), zero at padding, and the tokens of each expert (X,).
         """
-        if torch.compiler.is_exporting():
-            return self._one_by_one(x_ND, gate_NK, expert_NK)
         experts, k = self.options.experts, self.options.experts_per_token
         expert_M, order_M = torch.where(real_N.unsqueeze(-1), expert_NK, experts).flatten().sort(stable=True)
         stop_X = torch.searchsorted(expert_M, torch.arange(1, experts + 1, device=x_ND.device))  # bincount would wait
@@ -293,14 +304,20 @@ class Experts(nn.Module):
         weighted_MD = (computed_MD * gate_M.unsqueeze(-1)).to(x_ND.dtype)
         return torch.zeros_like(x_ND).index_add_(0, token_M, weighted_MD), counts_X
 
-    def _one_by_one(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the same with operators that every runtime has; padding is included but not used."""
-        mixed_ND, chosen_XNK = torch.zeros_like(x_ND), [expert_NK == x for x in range(self.options.experts)]
-        for chosen_NK, inner, outer in zip(chosen_XNK, self.inner, self.outer, strict=True):
-            token_M, choice_M = torch.where(chosen_NK)
-            computed_MD = F.gelu(x_ND[token_M] @ inner) @ outer
-            mixed_ND = mixed_ND.index_add(0, token_M, computed_MD * gate_NK[token_M, choice_M].unsqueeze(1))
-        return mixed_ND, torch.stack([chosen_NK.sum() for chosen_NK in chosen_XNK])
+    def _with_common_operators(self, x_ND: Tensor, gate_NK: Tensor, expert_NK: Tensor) -> Tensor:
+        """Return the mixed outputs (N, D) by operators that every runtime has."""
+        expert_M, k = expert_NK.flatten(), expert_NK.shape[1]
+        order_M = expert_M.argsort()
+        sizes = (expert_M.unsqueeze(1) == torch.arange(self.options.experts)).sum(0).tolist()
+        for size in sizes:
+            torch._check(size >= 0)  # the exporter cannot know
+        torch._check(sum(sizes) == expert_M.shape[0])
+        x_MD = x_ND.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)[order_M]
+        parts = zip(x_MD.split(sizes), self.inner, self.outer, strict=True)
+        computed_MD = torch.cat([F.gelu(part_MD @ inner) @ outer for part_MD, inner, outer in parts])
+        computed_NKD = computed_MD[order_M.argsort()].unflatten(0, (-1, k))
+        mixed_ND: Tensor = (computed_NKD * gate_NK.unsqueeze(-1)).sum(1)
+        return mixed_ND
 
     def _routing(self, share_NX: Tensor, counts_X: Tensor, real_N: Tensor) -> Tensor:
         number = real_N.sum().clamp(min=1)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import chain
@@ -42,6 +42,7 @@ HIDDEN = (
     "\tdvc config",
 )
 TRAINING = ("pretrain", "finetune", "evaluate")  # stages of each model
+AFTER_PREPARE = (*TRAINING, "baselines", "register")
 REGISTER_AGAIN = "`python -m seqrec register` registers its models in a new or emptied MLflow store."
 REGISTER = "seqrec.stages.register"  # whose imports take long, too
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
@@ -68,7 +69,7 @@ def _repro(changes: str, jobs: int) -> None:
     remove_left_locks()
     repair_lock_file()
     began = time.monotonic()
-    with changed(read_changes(changes)) as environment, warm.process(REGISTER) as variables:
+    with warm.process(REGISTER) as variables, changed(read_changes(changes)) as environment:
         config = load(PARAMS)
         if missing := {"sources", "leaderboard"} - yaml.safe_load(PARAMS.read_bytes()).keys():
             raise ConfigError(f"{PARAMS}: {sorted(missing)[0]} is missing, which dvc.yaml reads; write it as a list")
@@ -76,26 +77,28 @@ def _repro(changes: str, jobs: int) -> None:
         dvc = Dvc(Console(), {**os.environ, **environment, **variables})
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         jobs = jobs or (1 if shutil.which("nvidia-smi") else min(2, cores))
-        if not dvc.out_of_date():
+        out_of_date = dvc.out_of_date()
+        if not out_of_date:
             dvc.console.print(f"Nothing has changed since the last run. {REGISTER_AGAIN}")
             return
         if jobs > 1 and len(config.leaderboard) > 1:
-            dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])
-            side_by_side(dvc, config.leaderboard, jobs, cores)
+            if any(stage.partition("@")[0] not in AFTER_PREPARE for stage in out_of_date):
+                dvc.repro(["prepare", *(f"prepare_source@{source}" for source in config.sources)])
+                out_of_date = dvc.out_of_date()
+            side_by_side(dvc, out_of_date, config.leaderboard, jobs, cores)
         dvc.repro()
     if dvc.seconds:
         dvc.console.print(summary(dvc.seconds.items(), time.monotonic() - began))
 
 
-def side_by_side(dvc: Dvc, models: Sequence[str], jobs: int, cores: int) -> None:
-    """Train those of the `models` that are out of date, `jobs` at a time, and fit the baselines.
+def side_by_side(dvc: Dvc, out_of_date: Set[str], models: Sequence[str], jobs: int, cores: int) -> None:
+    """Train those of the `models` of which a stage is out of date, `jobs` at a time, and fit the baselines.
 
     Raises:
         ValueError: a stage failed; what ran beside it was finished.
     """
-    out_of_date = dvc.out_of_date()
     groups = [*([f"{stage}@{model}" for stage in TRAINING] for model in models), ["baselines"]]
-    groups = [group for group in groups if out_of_date.intersection(group)]
+    groups = [group for group in groups if not out_of_date.isdisjoint(group)]
     if len(groups) < 2:
         return
     waiting, jobs = iter(groups), min(jobs, len(groups))

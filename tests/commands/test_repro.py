@@ -134,7 +134,7 @@ def test_models_are_trained_side_by_side_until_one_fails(tmp_path, monkeypatch):
     dvc = repro.Dvc(Console(file=io.StringIO(), width=80), os.environ)
 
     with pytest.raises(ValueError, match="finetune@broken failed"):
-        repro.side_by_side(dvc, ["slow", "broken", "later"], jobs=2, cores=6)
+        repro.side_by_side(dvc, dvc.out_of_date(), ["slow", "broken", "later"], jobs=2, cores=6)
 
     printed = dvc.console.file.getvalue()
     assert "broken: no memory\n" in printed

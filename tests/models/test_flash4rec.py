@@ -321,7 +321,8 @@ def test_plain_attention_equals_scores_by_hand():
         q, k, v = layer.to_all(x)[row].chunk(3, -1)
         heads = []
         for part in (slice(0, 4), slice(4, 8)):
-            scores = rotate(q[:, part]) @ rotate(k[:, part]).T / 2
+            rotated_q, rotated_k = rotate(q[:, part], k[:, part])
+            scores = rotated_q @ rotated_k.T / 2
             heads.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v[:, part])
         torch.testing.assert_close(got[row], layer.to_out(torch.cat(heads, -1)))
 
