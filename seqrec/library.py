@@ -22,7 +22,9 @@ from rich.console import Console
 
 from seqrec import config, locks
 from seqrec.artifacts import LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_json, sha256, write_text
-from seqrec.commands import auto, run
+from seqrec.commands import auto, auto_data, run
+from seqrec.commands.auto_plan import Plan, refuse_others
+from seqrec.commands.auto_training import model_settings, train
 from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
@@ -92,13 +94,13 @@ class Dataset:
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
         with _held(place):
-            auto.refuse_others(place, auto.PLAN)
+            refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
             about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
             about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
             try:
-                plan = auto.Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
+                plan = Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
                 plan.save()
                 for name, path in written.items():
                     path.replace(place / name)
@@ -106,9 +108,9 @@ class Dataset:
                 for path in written.values():
                     path.unlink(missing_ok=True)
             if "data" not in plan.done:
-                auto.prepare(plan, place, Console(quiet=True))
+                auto_data.prepare(plan, place, Console(quiet=True))
             made = cls(place, config.from_dict(plan.params), plan.split, keep)
-            auto.say_data(plan, made.sequences, place)
+            auto_data.say_data(plan, made.sequences, place)
         return made
 
     @classmethod
@@ -349,12 +351,12 @@ def fit(
     request = {"minutes": minutes, "model": model, "options": options, "pretrain": pretrain, "finetune": finetune}
     request |= {"seed": content["seed"], "split": data.card["split_sha256"]}
     with _held(place):
-        auto.refuse_others(place, PLAN, auto.PLAN)
-        plan = auto.Plan.load(place / PLAN, request)
+        refuse_others(place, PLAN, auto.PLAN)
+        plan = Plan.load(place / PLAN, request)
         plan.params = plan.params or content
         plan.ease_items = 0 if minutes is None else auto.affordable_ease(minutes)
-        shape = Shape.of(data.sequences, described=auto.has_texts(data.tables))
-        settings = partial(auto.model_settings, model, shape, options=options, pretrain=pretrain, finetune=finetune)
+        shape = Shape.of(data.sequences, described=auto_data.has_texts(data.tables))
+        settings = partial(model_settings, model, shape, options=options, pretrain=pretrain, finetune=finetune)
         if described:
             entry = dict(params.models[model])
             given = {"options": options or {}, "pretrain": pretrain or {}, "finetune": finetune or {}}
@@ -370,7 +372,7 @@ def fit(
             pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
             if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
-        auto.train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
+        train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
 
@@ -380,8 +382,8 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
         raise ValueError(f"{changed[0]}: {name} is a baseline, which has no such setting: leave it out")
     place, keep = _working(folder)
     with _held(place):
-        auto.refuse_others(place, PLAN, auto.PLAN)
-        plan = auto.Plan.load(place / PLAN, {"model": name, "split": data.card["split_sha256"]})
+        refuse_others(place, PLAN, auto.PLAN)
+        plan = Plan.load(place / PLAN, {"model": name, "split": data.card["split_sha256"]})
         plan.save(name)
         items = data.card["counts"]["items"]
         run.evaluate_baselines(data.params, data.tables, place, names=(name,), ease_items=items)

@@ -215,7 +215,7 @@ def test_a_damaged_resume_state_is_dropped_and_the_one_before_is_used(
 
 @pytest.mark.parametrize("length", [0, 40])
 def test_the_plan_of_auto_and_the_mark_of_a_benchmark(tmp_path, caplog, length):
-    from seqrec.commands.auto import Plan
+    from seqrec.commands.auto_plan import Plan
     from seqrec.commands.benchmark import _is
 
     plan = Plan(tmp_path / "auto.json", {"data": "log.csv"})

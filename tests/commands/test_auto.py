@@ -13,7 +13,8 @@ from rich.console import Console
 from support import synthetic_rows
 
 from seqrec.__main__ import main
-from seqrec.commands import auto
+from seqrec.commands import auto, auto_data, auto_training
+from seqrec.commands.auto_plan import Plan
 from seqrec.config import load
 from seqrec.data import data_warnings, sequences
 from seqrec.serving.recommender import Recommender, Request
@@ -92,11 +93,9 @@ def test_a_folder_of_other_files_is_left_alone(made, tmp_path, caplog):
 
 
 def test_a_run_that_has_not_begun_may_get_other_flags(tmp_path):
-    auto.Plan(tmp_path / "auto.json", {"columns": {}}).save()
+    Plan(tmp_path / "auto.json", {"columns": {}}).save()
 
-    assert auto.Plan.load(tmp_path / "auto.json", {"columns": {"user_id": "a"}}).request == {
-        "columns": {"user_id": "a"}
-    }
+    assert Plan.load(tmp_path / "auto.json", {"columns": {"user_id": "a"}}).request == {"columns": {"user_id": "a"}}
 
 
 def test_a_folder_may_have_the_name_of_a_pattern(tmp_path):
@@ -108,9 +107,9 @@ def test_a_folder_may_have_the_name_of_a_pattern(tmp_path):
 
 
 def test_a_plan_keeps_what_was_done_when_it_gets_more_minutes(tmp_path):
-    auto.Plan(tmp_path / "auto.json", {"data": "a", "minutes": 1.0}, spent=40.0).save("counts")
+    Plan(tmp_path / "auto.json", {"data": "a", "minutes": 1.0}, spent=40.0).save("counts")
 
-    plan = auto.Plan.load(tmp_path / "auto.json", {"data": "a", "minutes": 3.0}, free=["minutes"])
+    plan = Plan.load(tmp_path / "auto.json", {"data": "a", "minutes": 3.0}, free=["minutes"])
 
     assert plan.done == ["counts"]
     assert plan.left() == pytest.approx(140, abs=5)
@@ -139,7 +138,7 @@ def planned(made, tmp_path):
     params = json.loads((made / "out" / "auto.json").read_text())["params"]
     own = params | {"models": {}, "evaluate": {"bootstrap": 100}}
     folder = made / "out" / "data" / "sequences"
-    plan = auto.Plan(tmp_path / "auto.json", {"minutes": 100.0}, own)
+    plan = Plan(tmp_path / "auto.json", {"minutes": 100.0}, own)
     return plan, folder, auto.Shape.of(sequences.load(folder))
 
 
@@ -159,14 +158,17 @@ def planned(made, tmp_path):
 def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
     planned, tmp_path, monkeypatch, caplog, epoch_s, spent, baselines_s, first, epochs, steps
 ):
-    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=epoch_s / 100, steps=100, validation_s=0.0, memory=0))
+    monkeypatch.setattr(
+        auto_training, "_cost", lambda *_: Cost(step_s=epoch_s / 100, steps=100, validation_s=0.0, memory=0)
+    )
     plan, folder, shape = planned
     plan.spent, plan.baselines_s = spent, baselines_s
-    plan.params["models"] = {} if first else {"gru4rec": auto.model_settings("gru4rec", shape, {})}
+    plan.params["models"] = {} if first else {"gru4rec": auto_training.model_settings("gru4rec", shape, {})}
     assert auto_settings.finetune(shape, {})["epochs"] == 100
 
     with caplog.at_level("WARNING"):
-        fit = auto._fit(plan, "sasrec", auto.model_settings("sasrec", shape, {}), folder, tmp_path, 2000)
+        entry = auto_training.model_settings("sasrec", shape, {})
+        fit = auto_training._fit(plan, "sasrec", entry, folder, tmp_path, 2000)
 
     limits = fit.limits if fit else {"epochs": 0, "epoch_steps": 0}
     assert (limits["epochs"], limits.get("epoch_steps", 100)) == (epochs, pytest.approx(steps, abs=1))
@@ -177,11 +179,11 @@ def test_a_model_gets_all_epochs_that_fit_before_the_next_one_gets_any(
 def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
     planned, tmp_path, monkeypatch, share, most, expected
 ):
-    monkeypatch.setattr(auto, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
+    monkeypatch.setattr(auto_training, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
     plan, folder, shape = planned
-    settings = partial(auto.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
+    settings = partial(auto_training.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
 
-    auto.train(plan, "sasrec", settings, folder, tmp_path, share=share, members=most)
+    auto_training.train(plan, "sasrec", settings, folder, tmp_path, share=share, members=most)
 
     assert len(load_checkpoint(tmp_path / "artifacts" / "sasrec" / "finetuned").model.parts) == expected
 
@@ -190,18 +192,18 @@ def test_whether_items_have_text(made, tmp_path):
     data = made / "out" / "data"
     for name in ("sequences", "items.parquet"):
         (tmp_path / name).symlink_to(data / name)
-    assert auto.has_texts(tmp_path / "sequences")
+    assert auto_data.has_texts(tmp_path / "sequences")
     (tmp_path / "items.parquet").unlink()
     ids = pl.read_parquet(data / "items.parquet", columns=["item_id"])
     ids.with_columns(title=pl.lit("")).write_parquet(tmp_path / "items.parquet")
-    assert not auto.has_texts(tmp_path / "sequences")
+    assert not auto_data.has_texts(tmp_path / "sequences")
 
 
 def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(planned, tmp_path):
     plan, folder, shape = planned
-    settings = partial(auto.model_settings, "recformer", shape, finetune={"epochs": 1})
+    settings = partial(auto_training.model_settings, "recformer", shape, finetune={"epochs": 1})
 
-    auto.train(plan, "recformer", settings, folder, tmp_path)
+    auto_training.train(plan, "recformer", settings, folder, tmp_path)
 
     model = load_checkpoint(tmp_path / "artifacts" / "recformer" / "finetuned").model
     assert (model.options.encoder, model.options.layers, len(model.encoder.blocks)) == ("items", 0, 0)
@@ -210,10 +212,10 @@ def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(plan
 def prepared(folder, log, items="", **columns):
     """The plan and the split card of `log`."""
     request = {"data": str(log), "columns": columns, "time_format": "", "items": str(items), "minutes": 1.0}
-    plan = auto.Plan.load(folder / "auto.json", request)
-    auto.prepare(plan, folder / "out", Console(quiet=True))
+    plan = Plan.load(folder / "auto.json", request)
+    auto_data.prepare(plan, folder / "out", Console(quiet=True))
     data = sequences.load(folder / "out" / "data" / "sequences")
-    auto.say_data(plan, data, folder / "out")
+    auto_data.say_data(plan, data, folder / "out")
     return plan, data.card
 
 
@@ -263,16 +265,16 @@ def test_headlines_of_reviews_are_no_titles(tmp_path, caplog):
     path = tmp_path / "log.csv"
     rows.with_columns(title=pl.format("Great {}", pl.int_range(pl.len()))).write_csv(path)
 
-    assert auto._titles(path, COLUMNS[1], "title", tmp_path) is None
+    assert auto_data._titles(path, COLUMNS[1], "title", tmp_path) is None
     assert "title is not read as the title: items have several of them" in caplog.text
-    assert auto._titles(path, COLUMNS[1], COLUMNS[3], tmp_path) is not None
+    assert auto_data._titles(path, COLUMNS[1], COLUMNS[3], tmp_path) is not None
 
 
 @pytest.mark.parametrize(("scores", "events", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
 def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events, limit):
-    monkeypatch.setattr(auto, "SCORES", scores)
-    monkeypatch.setattr(auto, "EVENTS", events)
-    monkeypatch.setattr(auto, "LEAST_CASES", 25)
+    monkeypatch.setattr(auto_data, "SCORES", scores)
+    monkeypatch.setattr(auto_data, "EVENTS", events)
+    monkeypatch.setattr(auto_data, "LEAST_CASES", 25)
 
     caplog.set_level(logging.INFO)
 

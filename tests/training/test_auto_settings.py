@@ -9,7 +9,7 @@ import torch
 from support import run
 
 from seqrec.artifacts import MODEL_CARD, read_json
-from seqrec.commands.auto import model_settings
+from seqrec.commands.auto_training import model_settings
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, PretrainConfig, from_dict, parse
 from seqrec.data import sequences
