@@ -6,7 +6,7 @@ import re
 import time
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, model_validator
 
 from seqrec.artifacts import MAX_ID_LENGTH
 from seqrec.serving.events import IMPORTED, UserHistory
@@ -39,7 +39,7 @@ def _fits_index(text: str) -> str:
 
 
 def _is_id(text: str) -> str:
-    if len(text) > MAX_ID_LENGTH or not text.strip() or UNCLEAN.search(text):
+    if len(text) > MAX_ID_LENGTH or not text or UNCLEAN.search(text):
         raise ValueError(
             f"must have at most {MAX_ID_LENGTH} characters, not all of them blank, and no control characters, which "
             "would stop a retraining"
@@ -48,7 +48,8 @@ def _is_id(text: str) -> str:
 
 
 Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), AfterValidator(_fits_index)]
-User = Annotated[Id, AfterValidator(_fits_index)]
+Trimmed = StringConstraints(strip_whitespace=True)  # as ingest does
+User = Annotated[Id, Trimmed, AfterValidator(_fits_index)]
 Times = Annotated[list[FiniteFloat], Field(description="time of each event of the history, in seconds since 1970, UTC")]
 At = Annotated[
     FiniteFloat,
@@ -227,8 +228,8 @@ class UserEvent(Body):
         min_length=1,
         description="an id of your choice, without `import:` in front; a second event with the same id is ignored",
     )
-    user: Annotated[Stored, AfterValidator(_is_id)]
-    item: Annotated[Stored, AfterValidator(_is_id)]
+    user: Annotated[Stored, Trimmed, AfterValidator(_is_id)]
+    item: Annotated[Stored, Trimmed, AfterValidator(_is_id)]
     kind: Literal["view", "buy", "hide"] = Field(
         "view", description="`hide`: do not recommend this item to the user again"
     )
