@@ -96,15 +96,17 @@ class Dataset:
         with _held(place):
             refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
-            written = {name: _write(content, place / f"{name}.new") for name, content in files.items()}
-            about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
-            about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
+            written = {name: place / f"{name}.new" for name in files}
             try:
+                for name, path in written.items():
+                    _write(files[name], path)
+                about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
+                about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
                 plan = Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
                 plan.save()
                 for name, path in written.items():
                     path.replace(place / name)
-            finally:  # of another log, which the folder does not take
+            finally:  # unreadable, or of another log, which the folder does not take
                 for path in written.values():
                     path.unlink(missing_ok=True)
             if "data" not in plan.done:
@@ -458,10 +460,13 @@ def _ids(values: Iterable[Any]) -> list[str]:
     return identifier(pl.Series([str(value) for value in values], dtype=pl.String)).to_list()
 
 
-def _write(frame: Any, path: Path) -> Path:
-    """Write a frame of any of the known packages to a Parquet file; return its path."""
+def _write(frame: Any, path: Path) -> None:
+    """Write a frame of any of the known packages to a Parquet file."""
     import narwhals as nw
+    import polars as pl
+    import pyarrow as pa
 
+    unreadable = (TypeError, ValueError, OverflowError, pa.ArrowException, pl.exceptions.PolarsError)
     try:
         native = nw.from_native(frame)
     except TypeError as error:
@@ -469,15 +474,16 @@ def _write(frame: Any, path: Path) -> Path:
         raise ValueError(f"frame: expected a table of polars, pandas or Arrow, not {kind}") from error
     try:
         table = native.lazy().collect("polars").to_native()
-    except (TypeError, ValueError):  # of pyarrow, which does not name the column
+    except unreadable:  # the message does not name the column
         for name in native.columns:
             try:
                 native.select(name).lazy().collect("polars")
-            except (TypeError, ValueError) as error:
+            except unreadable as error:
                 raise ValueError(f"frame: column {name} cannot be read ({error}): give its values one type") from error
         raise
-    table.write_parquet(path)
-    return path
+    if objects := [name for name, kind in table.schema.items() if kind == pl.Object]:
+        raise ValueError(f"frame: column {objects[0]} holds objects of Python: make it text, such as with str()")
+    table.with_columns(pl.col(pl.Int128).cast(pl.String)).write_parquet(path)
 
 
 @contextmanager

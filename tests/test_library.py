@@ -7,6 +7,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -247,6 +248,11 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
     with pytest.raises(ValueError, match="holds no model"):
         seqrec.load(tmp_path)
 
+    mixed = pd.DataFrame({"SKU": ["a", "b"], "x": [1, "a"]})
+    with pytest.raises(ValueError, match="frame: column x cannot be read"):
+        seqrec.Dataset.from_frame(frame(), items=mixed, folder=tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]  # so that a corrected call is taken
+
     seqrec.fit(data, "popularity", folder=tmp_path / "first")
     with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags"):
         seqrec.fit(data, "markov", folder=tmp_path / "first")
@@ -278,6 +284,14 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (
             lambda _: seqrec.Dataset.from_frame(pd.DataFrame({"user": [1, 2], "item": ["a", 2]})),
             r"frame: column item cannot be read \(.*\): give its values one type",
+        ),
+        (
+            lambda _: seqrec.Dataset.from_frame(pl.DataFrame({"user": [uuid4()], "item": [1]})),
+            "frame: column user holds objects of Python: make it text",
+        ),
+        (
+            lambda _: seqrec.Dataset.from_frame(pd.DataFrame({"user": [2**70, 1], "item": [1, 2]}, dtype=object)),
+            r"frame: column user cannot be read \(.*\): give its values one type",
         ),
         (lambda _: seqrec.Dataset.from_frame(frame(), time="SKU"), "another column with time="),
         (lambda _: seqrec.models.register("sasrec", GRU4Rec), "'sasrec' is taken by .*SASRec: choose another one"),

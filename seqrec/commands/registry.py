@@ -112,10 +112,13 @@ def _version(client: MlflowClient, name: str, number: str) -> ModelVersion:
 
 def _before(client: MlflowClient, name: str, champion: ModelVersion | None) -> ModelVersion:
     """Return the last champion before this one that was not rolled back itself."""
-    for number in models.champion_history(client.get_registered_model(name)):
+    model = client.get_registered_model(name)
+    for number in models.champion_history(model):
         try:
             version = client.get_model_version(name, number)
         except MlflowException as error:
+            if number in models.rolled_back(model):
+                continue
             raise ConfigError(f"rollback: version {number} was deleted; promote another version instead") from error
         if models.WITHDRAWN_TAG not in version.tags and not models.is_same(version, champion):
             return version

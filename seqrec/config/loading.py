@@ -7,7 +7,6 @@ dataset's. Only `dataset` and `models` are required. By default, sections have t
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import re
@@ -62,7 +61,7 @@ class Params:
         Raises:
             ConfigError: there is no such setting, or its value is wrong.
         """
-        content = copy.deepcopy(self.as_dict())
+        content = _copied(self.as_dict())
         for path in sorted(changes, key=_specific):
             _change(content, path, changes[path])
         return from_dict(content)
@@ -185,6 +184,13 @@ def from_dict(content: Mapping[str, Any]) -> Params:
         params.model_entry(name, f"tune.spaces.{name}")
         params.space(name)
     return params
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of settings in which each entry has mappings of its own: those of a YAML anchor are shared."""
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def read_changes(text: str) -> dict[str, Any]:

@@ -76,6 +76,12 @@ class IngestConfig(Section):
             check_address(name, getattr(self, name), ("https", "http", *STORES))
         require(_is_time_format(self.time_format), f"time_format: {self.time_format!r} is not a date format")
         require("%Z" not in self.time_format, "time_format: names of time zones (%Z) are ambiguous; use offsets (%z)")
+        has = {directive for directive in ("%H", "%I", "%M", "%p") if directive in self.time_format}
+        require(("%I" in has) == ("%p" in has), "time_format: %I (of 12 hours) needs %p, and %p needs %I")
+        require(
+            "%M" not in has or not has.isdisjoint({"%H", "%I"}),
+            "time_format: %M (minutes) needs %H (hours), or %I and %p",
+        )
 
 
 def _is_time_format(text: str) -> bool:

@@ -292,6 +292,7 @@ def for_model(
     """
     if not isinstance(config.counts, str):
         values = parse(CountsConfig, config.counts, "finetune.counts")
+        values = values if values.alpha else replace(values, popularity=0.0)  # of which it is a part
         return Tables(data).term(values), asdict(values)
     device = next(model.parameters()).device
     data_on_device = data.to(device, resident=config.resident)

@@ -1,8 +1,8 @@
 """Approximate search of the best items, for catalogues that take long to score whole: `seqrec serve --ann 128`.
 
 A graph of the items (HNSW, Malkov and Yashunin 2020; by usearch) leads to candidates, whose scores are then exact. Item
-vectors get one more coordinate, which makes them equally long: the largest inner product is then the nearest neighbour
-(Bachrach et al., RecSys 2014).
+vectors get two more coordinates: what the count term adds for every history, and one that makes them equally long, so
+that the largest inner product is the nearest neighbour (Bachrach et al., RecSys 2014).
 
 Shape suffixes, besides those of models/base.py: C candidates; N hidden items.
 """
@@ -45,7 +45,9 @@ class ApproximateEngine(TorchEngine):
         """
         super().__init__(model, term)
         self.expansion = expansion
-        item_VD = self.item_vectors[1:]
+        terms = () if term is None else (term, *term.further.values())
+        prior_V = sum((one.popularity * one.log_popularity for one in terms), torch.zeros(len(self.item_vectors)))
+        item_VD = torch.cat([self.item_vectors, prior_V.unsqueeze(1)], 1)[1:]  # beside a 1 in each query
         square_V = item_VD.square().sum(1)
         rest_V = (square_V.max() - square_V).sqrt()
         self.index = Index(ndim=item_VD.shape[1] + 1, metric="ip", dtype="f32", expansion_search=expansion)
@@ -86,7 +88,7 @@ class ApproximateEngine(TorchEngine):
 
     def _search(self, query_D: Tensor, number: int) -> Tensor:
         """Return up to `number` candidates (C,)."""
-        found = self.index.search(F.pad(query_D, (0, 1)).numpy(), number)
+        found = self.index.search(F.pad(F.pad(query_D, (0, 1), value=1.0), (0, 1)).numpy(), number)
         return torch.from_numpy(found.keys.astype(np.int64))
 
 

@@ -184,7 +184,7 @@ def _add_listing(api: FastAPI, service: Service) -> None:
     async def similar(item: str, k: Number = 10) -> schemas.Listing:
         """Return the items that the model holds most similar to one; scores are cosines."""
         try:
-            return await listing(lambda recommender: recommender.similar(item, k))
+            return await listing(lambda recommender: recommender.similar(item.strip(), k))
         except KeyError as error:
             raise HTTPException(404, f"the model does not know the item {item!r:.100}") from error
 
@@ -243,7 +243,7 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
     @api.get("/users/{user:path}")
     async def history(user: str) -> schemas.History:
         """Return the newest events of a user that the store knows, without hidden items, oldest first."""
-        items = (await asyncio.to_thread(store.histories, [user]))[user].items
+        items = (await asyncio.to_thread(store.histories, [user.strip()]))[user.strip()].items
         titles = service.served.current[0].titles
         return schemas.History(items=items, titles=[titles.get(item, "") for item in items])
 
@@ -252,7 +252,8 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
         if service.store is not None:
             await service.store.flush()
-        return schemas.Forgotten(**await asyncio.to_thread(store.forget, user))
+        found = [await asyncio.to_thread(store.forget, name) for name in {user, user.strip()}]
+        return schemas.Forgotten(**{what: sum(deleted[what] for deleted in found) for what in found[0]})
 
 
 def _add_missing(api: FastAPI, reason: str, paths: Iterable[str]) -> None:

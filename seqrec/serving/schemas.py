@@ -49,6 +49,7 @@ def _is_id(text: str) -> str:
 
 Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), AfterValidator(_fits_index)]
 Trimmed = StringConstraints(strip_whitespace=True)  # as ingest does
+Item = Annotated[Id, Trimmed]
 User = Annotated[Id, Trimmed, AfterValidator(_fits_index)]
 Times = Annotated[list[FiniteFloat], Field(description="time of each event of the history, in seconds since 1970, UTC")]
 At = Annotated[
@@ -66,15 +67,15 @@ class Body(BaseModel):
 class Query(Body):
     """A user's history, and the items to recommend; all ids are those of the data source."""
 
-    history: list[Id] | None = Field(
+    history: list[Item] | None = Field(
         None,
         max_length=MAX_HISTORY,
         description="item ids, oldest first; if absent, the user's history in the event store",
         examples=[["50", "181"]],
     )
     k: int = Field(10, ge=1, le=MAX_ITEMS, description="number of items; a smaller catalogue gives fewer")
-    exclude: list[Id] = Field(default_factory=list, max_length=MAX_HISTORY, description="item ids not to show")
-    allow: list[Id] | None = Field(
+    exclude: list[Item] = Field(default_factory=list, max_length=MAX_HISTORY, description="item ids not to show")
+    allow: list[Item] | None = Field(
         None, max_length=MAX_ALLOWED, description="the only item ids that may be shown; if absent, all may"
     )
     filter: dict[Id, Annotated[list[Id], Field(max_length=MAX_VALUES)] | NumberRange] = Field(
@@ -102,7 +103,7 @@ class Query(Body):
     user: User | None = Field(None, description="user id; it may be unknown to the model")
     times: Times | None = None
     at: At | None = None
-    items_text: dict[Id, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
+    items_text: dict[Item, Annotated[dict[Id, Text], Field(max_length=MAX_ATTRIBUTES)]] = Field(
         default_factory=dict,
         max_length=MAX_NEW_ITEMS,
         description="attributes by id of items that the model never saw; Recformer only",
@@ -186,8 +187,8 @@ class SearchResult(BaseModel):
 class Question(Body):
     """A history and an item whose score is to be explained."""
 
-    history: list[Id] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
-    item: Id
+    history: list[Item] = Field(max_length=MAX_HISTORY, description="item ids, oldest first")
+    item: Item
     user: User | None = None
     times: Times | None = None
     at: At | None = None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-UNTRACED = "/health$,/ready$,/metrics$,/docs,/redoc,/static,/page"
+PATHS = ("(/v2)?/health(/live|/ready)?$", "/ready$", "/metrics$", "/docs", "/redoc", "/static", "/page/")
+UNTRACED = ",".join(f"^[a-z]+://[^/]+{path}" for path in PATHS)
 ADDRESSES = ("http.target", "http.url", "url.path", "url.query", "url.full")  # hold users, items and histories
 
 

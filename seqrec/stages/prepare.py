@@ -134,7 +134,7 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
         dropped[name] = before - rows
         return rest
 
-    if config.min_rating > 0:
+    if config.min_rating != 0:
         events = counted("events under min_rating", events.filter(nw.col("rating") >= config.min_rating))
     if config.require_title:
         titled = engine.read(data / artifacts.ITEMS).filter(nw.col("title").fill_null("").str.len_chars() > 0)

@@ -229,6 +229,17 @@ def champion_history(model: RegisteredModel) -> list[str]:
     return [number for change in changes for number in reversed(change) if number != "none"]
 
 
+def rolled_back(model: RegisteredModel) -> set[str]:
+    """Return the versions that were rolled back, by the audit trail of `model`, and not promoted since."""
+    found: set[str] = set()
+    for _, text in sorted((key, text) for key, text in model.tags.items() if key.startswith(AUDIT_TAG)):
+        change, _, reason = text.partition(": ")
+        before, after = change.split(" -> ")
+        found.discard(after)
+        found |= {before} if reason.startswith("rollback") else set()
+    return found
+
+
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """Return the version that holds the alias `champion`, if `name` is registered and any does."""
     return _find_alias(client, name, CHAMPION)

@@ -90,9 +90,13 @@ def length(shape: Shape) -> int:
     return int(min(max(8 * math.ceil(shape.ninth / 8), LENGTHS[0]), LENGTHS[1]))
 
 
-def windows(shape: Shape) -> str:
-    """Return `all` if the log is too small to ignore the events before the last window, else `last`."""
-    return "all" if shape.longest > length(shape) and shape.events <= ALL_WINDOWS else "last"
+def windows(shape: Shape, own: int | str = AUTO) -> str:
+    """Return `all` if the log is too small to ignore the events before the last window, else `last`.
+
+    The window has the length `own`, or the one of the rules.
+    """
+    window = own if isinstance(own, int) else length(shape)
+    return "all" if shape.longest > window and shape.events <= ALL_WINDOWS else "last"
 
 
 def number_of_windows(shape: Shape, of: str) -> int:
@@ -159,7 +163,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Return the training settings of a model: those in `given` unchanged, the others by the rules."""
     values = {name: value for name, value in given.items() if value != AUTO}
-    of = values.setdefault("windows", windows(shape))
+    of = values.setdefault("windows", windows(shape, (options or {}).get("length", AUTO)))
     batch = values.setdefault("batch_size", batch_size(shape, of))
     whole = steps_an_epoch(shape, of, batch)
     steps = min(whole, values.get("epoch_steps") or whole)

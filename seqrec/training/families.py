@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def _with_vectors(net: SequenceModel, data: Sequences, training: Training, start
     """Return a `Training` that gives items vectors from counts, if the config says so and no phase trains them."""
     if net.phases("pretrain"):
         return training
-    config = resolved_start(start.config, data, start.architecture.options)
+    config = resolved_start(start.config, data, asdict(start.options))
     counted = partial(item_vectors.initialise, net, data, config.seed)
     return replace(training, config=config, finish=counted if config.item_vectors == "counts" else None)
 

@@ -229,6 +229,16 @@ def test_what_is_said_of_one_model_is_kept_in_whatever_order(turned):
     assert (after.section("finetune", model="gru4rec").seed, after.section("pretrain").seed) == (5, 7)
 
 
+def test_a_change_of_one_model_leaves_those_of_the_same_anchor_alone():
+    params = load(ROOT / "params.yaml")
+    assert params.models["fpmc"]["finetune"] is params.models["mfbpr"]["finetune"]
+
+    after = params.with_overrides({"models.fpmc.finetune.learning_rate": 0.1})
+
+    assert after.section("finetune", model="fpmc").learning_rate == 0.1
+    assert after.models["mfbpr"] == params.models["mfbpr"]
+
+
 def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_then_by_the_top_level():
     params = from_dict(LAYERS)
 

@@ -6,12 +6,12 @@ from dataclasses import asdict
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import run, save, weights
+from support import make_model, run, save, weights
 
 from seqrec.artifacts import COUNTS, MODEL_CARD, read_json, write_json
 from seqrec.commands import recommend
 from seqrec.config import ConfigError, CountsConfig, EvaluateConfig, FinetuneConfig, parse
-from seqrec.counts import term
+from seqrec.counts import search, term
 from seqrec.data import sequences
 from seqrec.data.sequences import trained_until
 from seqrec.evaluation import ranking
@@ -130,6 +130,13 @@ def test_alpha_zero_is_the_pure_model(prepared, trained):
     assert pure[0].keys() == zero[0].keys()
     assert zero[0]["counts/alpha"] == 0
     assert not (trained / "zero" / "finetuned" / COUNTS).exists()
+
+
+def test_with_alpha_zero_popularity_has_no_weight_beside_ease_either(prepared):
+    data, model = sequences.load(prepared), make_model("sasrec", num_items=40, num_users=60)
+    config = FinetuneConfig(counts={"alpha": 0, "popularity": -3.0, "ease": 1.0})
+    built, card = search.for_model(model, data, config, filter_seen=True)
+    assert (built.popularity, card["popularity"]) == (0, 0)
 
 
 def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained):

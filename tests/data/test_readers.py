@@ -333,26 +333,26 @@ def test_own_csv_in_any_order_of_columns(tmp_path, delimiter):
 
 def test_own_items_keep_their_other_columns(tmp_path):
     events = "user,product,t,stars\nu,p1,5,3.5\n"
-    products = b'sku,name,colour,title\np1,"Salt &lt;fine&gt;\n""and"" pepper",,a\np2, ,red,b\n'
+    products = b'sku,name,colour,title,t\np1,"Salt &lt;fine&gt;\n""and"" pepper",,a,1\np2, ,red,b,2\n'
     columns = {"user_id": "user", "item_id": "product", "timestamp": "t", "rating": "stars"}
     columns |= {"items.item_id": "sku", "title": "name", "hue": "colour"}  # not the file's own column `title`
     files = {"interactions": ("e.csv", events), "items": ("i.csv.gz", gzip.compress(products))}
     events, items = read(readers.own_files, tmp_path, IngestConfig(source="csv", columns=columns), **files)
     assert rows(events) == [("u", "p1", 5, 3.5)]
     assert table(items).rows(named=True) == [
-        {"item_id": "p1", "title": 'Salt <fine>\n"and" pepper', "hue": None},
-        {"item_id": "p2", "title": None, "hue": "red"},
+        {"item_id": "p1", "title": 'Salt <fine>\n"and" pepper', "hue": None, "t": "1"},  # another one than the log's
+        {"item_id": "p2", "title": None, "hue": "red", "t": "2"},
     ]
 
 
 def test_own_parquet(tmp_path):
     when = [datetime(2020, 1, 1, 0, 0, 1), None]
     log = pl.DataFrame({"user_id": [1, 2], "item_id": [7.0, None], "timestamp": when, "rating": [4, 5]})
-    catalogue = pl.DataFrame({"item_id": ["7"], "tags": [["a", "b"]]})
+    catalogue = pl.DataFrame({"item_id": ["7"], "tags": [["a", "b"]], "rating": [["4", "5"]]})
     events, items = read(readers.own_files, tmp_path, interactions=("e.pq", log), items=("i.pq", catalogue))
     assert rows(events) == [("1", "7", 1577836801, 4.0)]
     assert bad(events) == [(2, "no item_id")]
-    assert table(items).rows() == [("7", None, "a, b")]
+    assert table(items).rows() == [("7", None, "a, b", "4, 5")]
 
 
 def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch):
@@ -394,6 +394,7 @@ HEAD = "user_id,item_id,timestamp,rating\n"
         ("nan,i,5,1", "no user_id"),  # what pandas makes of a missing value that becomes text
         ("\\N,i,5,1", "no user_id"),  # what MySQL makes of it
         ("u,NULL,5,1", "no item_id"),
+        ("NULL  ,i,5,1", "no user_id"),  # of fixed width
         (b"u,caf\xe9 \xc3\xa9,5,1", "item_id is not UTF-8"),  # not Latin-1 either
         ('u,"a\tb",5,1', "item_id has control characters, such as a line break"),
         (f"u,{'i' * 257},5,1", "item_id has more than 256 characters"),
@@ -524,7 +525,7 @@ def test_an_id_in_json_is_the_same_whichever_way_its_line_is_read():
 
 def test_a_missing_rating_is_no_malformed_row(tmp_path):
     missing = ["", "NA", "NULL", "nan", "None", " "]
-    text = "".join(f"u{n},i,1580515200,{value}\n" for n, value in enumerate([*missing, "5", "bad"]))
+    text = "".join(f"u{n},i,1580515200,{value}\n" for n, value in enumerate([*missing, " 5 ", "bad"]))
     events = own(tmp_path, HEAD + text)
     assert [row[3] for row in rows(events)] == [*[None] * len(missing), 5]
     assert bad(events) == [(9, "rating is not a number")]
@@ -674,8 +675,12 @@ def test_times_in_a_form_of_ones_own(tmp_path, time_format, value, expected):
     assert bad(events) == [(line, f"timestamp does not have the form {time_format}") for line in (3, 4)]
 
 
-@pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %", "%Y-%m-%d %H:%M %Z"])
+WITHOUT_HOURS = ("%d/%m/%Y %H:%M %p", "%d/%m/%Y %I:%M", "%Y-%m-%d %M")  # which polars does not read
+
+
+@pytest.mark.parametrize("time_format", ["soon", "%H:%M", "%q", "%Y-%m-%d %", "%Y-%m-%d %H:%M %Z", *WITHOUT_HOURS])
 def test_a_form_that_is_no_date_is_refused(time_format):
+    assert seconds(pl.Series(["01/02/2020 03:04 PM"]), time_format).to_list() == [None]
     with pytest.raises(ValueError, match="time_format"):
         IngestConfig(source="csv", time_format=time_format)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import make_model
 
+from seqrec.counts.term import CountTerm
 from seqrec.serving.approximate_search import ApproximateEngine, recall
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.torch_engine import TorchEngine
@@ -49,6 +50,27 @@ def test_a_wide_search_answers_as_the_exact_one(pair, filter_seen):
         assert found.scores == pytest.approx(right.scores, rel=1e-5)
     assert not set(best) & set(got[0].items)
     assert 0.95 < recall(approximate) <= 1
+
+
+def test_items_that_counts_raise_for_every_history_are_found(pair):
+    """With a negative weight of popularity, these are the rare ones."""
+    generator = torch.Generator().manual_seed(2)
+    none = torch.zeros(0)
+    term = CountTerm(
+        offsets=torch.zeros(ITEMS + 2, dtype=torch.int64),
+        targets=none.int(),
+        values=none,
+        weights=torch.ones(1),
+        log_popularity=-8 * torch.rand(ITEMS + 1, generator=generator),
+        popularity=-3.0,
+    )
+    engine = ApproximateEngine(pair[1].engine.model, term, 500)
+    ids, counts = pair[1].item_ids, pair[1].counts
+    approximate = Recommender(engine, ids, counts, [], filter_seen=True)
+    exact = Recommender(TorchEngine(pair[1].engine.model, term), ids, counts, [], filter_seen=True)
+
+    assert recall(approximate) > 0.95
+    assert approximate.recommend(HISTORY, 5).items == exact.recommend(HISTORY, 5).items
 
 
 def test_no_answer_depends_on_the_other_requests(pair):

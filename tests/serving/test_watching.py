@@ -50,6 +50,7 @@ def call(address, key):
         send("DELETE", "/users/somebody"),
         send("POST", "/recommend", body, **{"Authorization": "", "X-Request-ID": "i1 i2"}),
         send("GET", "/nowhere/somebody"),
+        send("GET", "/similar/page/health"),
         send("GET", "/popular", traceparent=CALLER),
         send("GET", "/health"),
     ]
@@ -75,6 +76,7 @@ def test_a_request_is_a_line_of_json_and_a_span_without_history_user_and_key(rec
         ("DELETE", "/users/{user:path}", 200, ""),
         ("POST", "/recommend", 401, ""),
         ("GET", "", 404, ""),
+        ("GET", "/similar/{item:path}", 404, ""),
         ("GET", "/popular", 200, ""),
         ("GET", "/health", 200, ""),
     ]
@@ -82,7 +84,7 @@ def test_a_request_is_a_line_of_json_and_a_span_without_history_user_and_key(rec
     assert found[0]["request_id"] == "from-a-gateway"
     assert all(line["milliseconds"] > 0 and line["time"].endswith("+00:00") for line in found)
     assert [span.name for span in spans][:4] == ["POST /recommend"] * 3 + ["GET /items"]
-    assert spans[-1].name == "GET /popular"  # none of /health
+    assert [span.name for span in spans][-2:] == ["GET /similar/{item:path}", "GET /popular"]  # none of /health
     assert f"{spans[-1].context.trace_id:032x}" == CALLER.split("-")[1]
     assert spans[-1].resource.attributes["service.name"] == "seqrec"
     text = " ".join(span.to_json() for span in spans)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc
 from support import contents, prepare_rows, synthetic_rows, write_interactions
 
-from seqrec.artifacts import read_json, write_json
+from seqrec.artifacts import INTERACTIONS, read_json, sha256, write_json
 from seqrec.config import ConfigError, PrepareConfig
 from seqrec.data import sequences
 from seqrec.stages.prepare import prepare
@@ -64,6 +64,27 @@ def test_shards_hold_the_same_events(tmp_path, protocol):
     assert cards[0] == cards[1]
     assert one.pop("sequences.arrow") != two.pop("sequences.arrow")
     assert one == two  # nothing of the scratch files is left
+
+
+@pytest.mark.parametrize(("least", "kept"), [(0.0, 36), (-5.0, 30), (2.0, 16)])
+def test_events_under_the_minimum_rating_are_left_out(tmp_path, least, kept):
+    write_interactions(tmp_path, [(f"u{n % 3}", f"i{n // 3}", n) for n in range(36)])
+    log = pq.read_table(tmp_path / INTERACTIONS)
+    field = log.schema.field("rating")
+    ratings = pa.array([float(n % 18 - 8) for n in range(36)], field.type)
+    pq.write_table(log.set_column(log.schema.get_field_index("rating"), field, ratings), tmp_path / INTERACTIONS)
+    write_json(tmp_path / "validation.json", {"success": True, "input_sha256": sha256(tmp_path / INTERACTIONS)})
+    config = PrepareConfig(min_rating=least, min_user_events=1, min_item_events=1)
+
+    prepare(
+        dataset="rated",
+        data=tmp_path,
+        validation=tmp_path / "validation.json",
+        sequences=tmp_path / "sequences",
+        config=config,
+    )
+
+    assert read_json(tmp_path / "sequences" / "split.json")["counts"]["events"] == kept
 
 
 def test_noise_is_drawn_over_all_events_at_once(tmp_path):

@@ -409,6 +409,13 @@ def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circ
     for expected in (1, 2):  # the one that 3 followed first
         own.by_hand("rollback")
         assert own.champion() == expected
+    own.by_hand("promote", 1)
+    own.by_hand("promote", 3)
+    own.by_hand("promote", 1)
+    own.by_hand("rollback")
+    own.client.delete_model_version(own.name, "1")  # one that was rolled back
+    own.by_hand("rollback")
+    assert own.champion() == 2
     own.by_hand("promote", 3)
     own.client.delete_model_version(own.name, "2")
     with pytest.raises(ConfigError, match="rollback: version 2 was deleted"):

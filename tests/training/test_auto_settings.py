@@ -68,6 +68,7 @@ def test_a_small_log_trains_on_all_of_it_and_a_large_one_on_the_last_windows():
     assert auto.windows(shape(users=900, median=100)) == "all"
     assert auto.windows(shape(users=10**6, median=100)) == "last"
     assert auto.windows(shape(users=900, median=10, ninth=100)) == "last"  # nothing lies before the last window
+    assert auto.windows(shape(users=900, median=10, ninth=100), 8) == "all"
 
 
 def test_a_large_catalogue_is_sampled_and_then_affords_more_epochs():

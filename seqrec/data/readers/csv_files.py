@@ -24,6 +24,7 @@ TIME = re.compile(  # since 1970, ISO 8601, 20210403, 3.4.2021 or 3/4/21, 3-Apr-
     r"|\d\d?(?P<by>[./-])\d\d?(?P=by)(\d\d){1,2}([ ,].*)?|\d\d?[ -][A-Z][a-z]{2}[ -]\d{2,4}( .*)?"
     r"|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
 )
+OF_EVENTS = ("user_id", "timestamp", "rating")  # our columns that an items file does not have
 MAX_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
 
@@ -57,7 +58,8 @@ def own_items(files: Mapping[str, Path], config: IngestConfig, known: Sequence[s
     if "items" not in files:
         return None
     of_items = {name[6:]: column for name, column in config.columns.items() if name.startswith("items.")}
-    return items(catalogue(files["items"], _shared(config) | of_items), files["items"])
+    of_both = {name: column for name, column in _shared(config).items() if name not in OF_EVENTS}
+    return items(catalogue(files["items"], of_both | of_items), files["items"])
 
 
 def _shared(config: IngestConfig) -> dict[str, str]:
@@ -73,18 +75,18 @@ def events(path: Path, columns: Mapping[str, str]) -> Frames:
 def _without_missing(frames: Frames) -> Frames:
     for frame in frames:
         ids = [pl.col(name) for name in ("user_id", "item_id") if frame.schema[name] == pl.String]
-        yield frame.with_columns(pl.when(~column.is_in(MISSING)).then(column) for column in ids)
+        yield frame.with_columns(pl.when(~column.str.strip_chars().is_in(MISSING)).then(column) for column in ids)
 
 
 def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = ("item_id",)) -> Frames:
     """Yield all columns of an items file, known columns under our names."""
     known = header(path)
     chosen = chosen_columns(path, required, ("title",), columns)
-    ours = {column: name for name, column in columns.items() if name != "user_id"}
+    ours = {column: name for name, column in columns.items()}
     for column in known:
         if column not in chosen.values():
             chosen.setdefault(ours.get(column, column), column)
-    return columns_of(path, chosen)
+    return columns_of(path, chosen, ("item_id", "title"))
 
 
 def chosen_columns(
@@ -201,11 +203,11 @@ def is_record(fields: Sequence[str]) -> bool:
     return numbered or any(map(TIME.fullmatch, found)) or all(map(NUMBER.fullmatch, found))
 
 
-def columns_of(path: Path, chosen: Mapping[str, str]) -> Frames:
-    """Yield the chosen columns (our name -> the file's)."""
+def columns_of(path: Path, chosen: Mapping[str, str], plain: Sequence[str] = parquet_files.OURS) -> Frames:
+    """Yield the chosen columns (our name -> the file's); those named in `plain` must hold no lists or structs."""
     wanted = {name: pl.col(column) for name, column in chosen.items()}
     if parquet_files.is_parquet(path):
-        yield from parquet_files.frames(path, chosen)
+        yield from parquet_files.frames(path, chosen, plain)
     elif keys(path):
         for frame in json_lines(path, dict.fromkeys(chosen.values(), pl.String)):
             yield frame.select(*MARKS, **wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,17 @@ def names(path: Path) -> list[str]:
     return list(_opened(path).schema_arrow.names)
 
 
-def frames(path: Path, chosen: Mapping[str, str]) -> Frames:
+def frames(path: Path, chosen: Mapping[str, str], plain: Sequence[str]) -> Frames:
     """Yield the chosen columns (our name -> the file's) as text, numbers, dates or, for attributes, lists of text.
 
     Raises:
         DamagedFileError: the file is truncated or damaged.
-        ValueError: a column that must hold single values holds lists, structs or maps.
+        ValueError: a column that is named in `plain` holds lists, structs or maps.
     """
     file, number = _opened(path), 1
     for name, column in chosen.items():
         kind = file.schema_arrow.field(column).type
-        if name in OURS and pa.types.is_nested(kind):
+        if name in plain and pa.types.is_nested(kind):
             raise ValueError(f"{path.name}: column {column!r} holds {kind}, not one {name} in each row")
     try:
         for batch in file.iter_batches(BATCH_ROWS, columns=sorted(set(chosen.values()))):

@@ -88,7 +88,10 @@ def _ratings(frame: pl.DataFrame) -> pl.Series:
     if rating.dtype.is_float():
         return rating.fill_nan(None)
     rating = rating.cast(pl.String) if rating.dtype.is_temporal() else rating  # dates are not valid ratings
-    return rating.set(rating.str.strip_chars().is_in(MISSING), None) if rating.dtype == pl.String else rating
+    if rating.dtype != pl.String:
+        return rating
+    rating = rating.str.strip_chars()
+    return rating.set(rating.is_in(MISSING), None)
 
 
 def _clean(frame: pl.DataFrame, rating: pl.Series) -> bool:

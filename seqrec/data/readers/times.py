@@ -59,6 +59,13 @@ def _iso_seconds(times: pl.Series) -> pl.Series:
 
 
 def _parsed(text: pl.Series, pattern: str) -> pl.Series:
+    try:
+        return _as_polars_reads(text, pattern)
+    except pl.exceptions.ComputeError:  # the settings refuse such a format
+        return pl.Series(text.name, [None] * len(text), dtype=pl.Int64)
+
+
+def _as_polars_reads(text: pl.Series, pattern: str) -> pl.Series:
     if not any(directive in pattern for directive in ("%H", "%I", "%c", "%X")):
         return text.str.to_date(pattern, strict=False).cast(pl.Int64) * DAY_S
     zone = "UTC" if "z" in pattern else None
