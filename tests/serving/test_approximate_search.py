@@ -62,7 +62,7 @@ def test_items_that_counts_raise_for_every_history_are_found(pair):
         values=none,
         weights=torch.ones(1),
         log_popularity=-8 * torch.rand(ITEMS + 1, generator=generator),
-        popularity=-3.0,
+        popularity=-30.0,
     )
     engine = ApproximateEngine(pair[1].engine.model, term, 500)
     ids, counts = pair[1].item_ids, pair[1].counts
