@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from seqrec.artifacts import REFITTED
-from seqrec.config import EXPERIMENT, FinetuneConfig
+from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig
 from seqrec.data import data_warnings, ties
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
@@ -65,6 +65,10 @@ def finetune(
     if net.phases("finetune"):
         shape = Shape.of(prepared)
         config = auto_settings.resolved(config, shape, start.card["architecture"], start.card["options"])
+        if config.user_share < 1 and start.card["config"]["item_vectors"] == "counts":
+            raise ConfigError(
+                "finetune.user_share: vectors from counts read every user; set pretrain.item_vectors: random"
+            )
     _warn(net, prepared, config, filter_seen)
     training = Training(
         name=model,

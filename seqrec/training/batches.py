@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqrec.config import TrainConfig
-from seqrec.data.sequences import WIDTH_STEP, Sequences, ranges
+from seqrec.data.sequences import WIDTH_STEP, Sequences, ranges, train_events
 from seqrec.models.base import Options
 
 
@@ -48,6 +48,15 @@ def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
         able = order[trained[order]]  # a refit can train on more users, in the same order
         trained = trained.index_fill(0, able[math.ceil(len(able) * config.user_share) :], value=False)
     return trained
+
+
+def trained_counts(data: Sequences, config: TrainConfig) -> Tensor:
+    """Return (V,) int64: how often each item occurs in the training events of the users of `trained_users`."""
+    if config.user_share == 1:
+        return data.count
+    user, item = train_events(data)
+    known = trained_users(data, config).to(user.device)
+    return item[known[user]].bincount(minlength=len(data.count))
 
 
 def _prefixes(start: Tensor, stop: Tensor, config: TrainConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:

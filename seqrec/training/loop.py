@@ -18,6 +18,7 @@ from seqrec.config import TrainConfig
 from seqrec.data.sequences import Sequences
 from seqrec.models.base import SequenceModel
 from seqrec.training import contrast, cost, resume, validation
+from seqrec.training.batches import trained_counts
 from seqrec.training.examples import Examples
 from seqrec.training.optimizer import learning_rate
 from seqrec.training.progress import EpochMeter, LogEpoch, Position, ProgressBar, report_epoch
@@ -78,7 +79,7 @@ def fit(
 
     for phase in model.phases(stage)[position.phase :]:
         model.enter(phase)
-        step = TrainingStep(model, data.count, config, accelerator)
+        step = TrainingStep(model, trained_counts(data, config), config, accelerator)
         stopping = EarlyStopping(model, phase, config.patience)
         validate = partial(
             validation.of_phase, model, data, phase, config, filter_seen=filter_seen, accelerator=accelerator

@@ -81,7 +81,7 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
                 training.stage,
             )
         for part in model.parts:
-            part.on_start(data.count)
+            part.on_start(batches.trained_counts(data, training.config))
         cost.keep_freed_memory()
         with training.open_log(identity, f"{training.name} {training.stage}") as log:
             records = loop.fit(

@@ -1,18 +1,21 @@
 """The weights say who is known: in training, evaluation, batch scoring, explanations and service alike."""
 
+from dataclasses import replace
+
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import make_model, prepare_rows, run, synthetic_rows
+from support import make_model, prepare_rows, run, run_finetune, run_pretrain, synthetic_rows, weights
 
 from seqrec.analysis import examples
 from seqrec.artifacts import RECOMMENDATIONS, REFITTED
 from seqrec.commands.recommend import score
-from seqrec.config import EvaluateConfig, FinetuneConfig
+from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.optional import DescribedItems
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.stages import finetune
 from seqrec.stages.evaluate import evaluate
 from seqrec.training import batches
 from seqrec.training.checkpoint import load_checkpoint
@@ -67,6 +70,28 @@ def test_who_training_did_not_know_has_the_vector_of_user_zero(temporal, tmp_pat
     answers = {user: recommender.recommend(["i1", "i2"], 5, user=user) for user in (LATE, "once", "nobody", someone)}
     assert answers[LATE].scores == answers["once"].scores == answers["nobody"].scores
     assert answers[someone].scores != answers["nobody"].scores
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [({"attribute_values": 4}, {}), ({}, {"loss": "sampled_ce", "negatives": 5, "sampler": "popularity"})],
+)
+def test_training_on_a_share_of_the_users_does_not_read_the_counts_of_all(
+    temporal, tmp_path, monkeypatch, options, config
+):
+    settings = {"counts": "none", "epochs": 1, "batch_size": 8, "user_share": 0.3, **config}
+    load = finetune.load_sequences
+    for name in ("as it is", "other counts"):
+        run_pretrain("sasrec", temporal.parent, tmp_path / name, OPTIONS | options)
+        run_finetune("sasrec", temporal.parent, tmp_path / name, **settings)
+        other = replace(load(temporal), count=load(temporal).count.flip(0))
+        monkeypatch.setattr(finetune, "load_sequences", lambda _, other=other: other)
+
+    one, two = (weights(tmp_path / name) for name in ("as it is", "other counts"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    run_pretrain("sasrec", temporal.parent, tmp_path, OPTIONS, item_vectors="counts")
+    with pytest.raises(ConfigError, match="user_share: vectors from counts read every user"):
+        run_finetune("sasrec", temporal.parent, tmp_path, **settings)
 
 
 @pytest.mark.parametrize("model", ["flash4rec", "mfbpr"])  # of a history and its user, and of the user alone
