@@ -313,6 +313,7 @@ class RecformerItems(Recformer):
     """The text encoder reads items, and a history encoder reads the vectors of a history's items."""
 
     reads_events = True
+    other_views = frozenset({"refresh"})  # a step encodes its items once
 
     def __init__(self, options: RecformerOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)

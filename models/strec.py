@@ -325,6 +325,7 @@ class STRec(SequenceModel):
     Options = STRecOptions
     options: STRecOptions
     objectives = frozenset({"last"})
+    other_views = frozenset({"soft"})  # training masks rows, `forward` leaves them out
 
     def __init__(self, options: STRecOptions, catalogue: Catalogue) -> None:
         super().__init__(options, catalogue)

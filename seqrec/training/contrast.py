@@ -23,6 +23,9 @@ def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
         raise ConfigError(f"{stage}.contrast: works only with options.members: 1")
     if model.options.masked or any(self_supervised(model, phase) for phase in model.phases(stage)):
         raise ConfigError(f"{stage}.contrast: needs a model that predicts what follows its window")
+    if not model.other_views.isdisjoint(model.phases(stage)):
+        name = model.architecture.__name__
+        raise ConfigError(f"{stage}.contrast: {name} computes a second view of a window in another way; leave it 0")
 
 
 def term(model: SequenceModel, batch: Batch, view_BD: Tensor, target_B: Tensor) -> Tensor:

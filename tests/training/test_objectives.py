@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support import draw_windows, make_model, run
+from support import draw_windows, make_model, run, run_pretrain
 
 from seqrec.config import ConfigError, FinetuneConfig
 from seqrec.data import sequences
@@ -211,3 +211,9 @@ def test_the_contrast_of_a_model_with_masks_does_not_reach_them(data, estimator)
 def test_a_contrast_needs_a_model_that_predicts_what_follows(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"finetune\.contrast: needs a model that predicts what follows"):
         run(prepared, tmp_path, "bert4rec", options={"d_model": 16, "length": 12}, contrast=0.1)
+
+
+def test_a_contrast_is_of_two_views_that_are_computed_alike(prepared, tmp_path):
+    options = {"d_model": 16, "length": 12, "layers": 2}
+    with pytest.raises(ConfigError, match=r"pretrain\.contrast: STRec computes a second view .* in another way"):
+        run_pretrain("strec", prepared.parent, tmp_path, options, contrast=0.1)
