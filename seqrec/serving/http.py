@@ -243,7 +243,8 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
     @api.get("/users/{user:path}")
     async def history(user: str) -> schemas.History:
         """Return the newest events of a user that the store knows, without hidden items, oldest first."""
-        items = (await asyncio.to_thread(store.histories, [user.strip()]))[user.strip()].items
+        user = user.strip()  # as in a body
+        items = (await asyncio.to_thread(store.histories, [user]))[user].items
         titles = service.served.current[0].titles
         return schemas.History(items=items, titles=[titles.get(item, "") for item in items])
 
@@ -252,7 +253,8 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
         if service.store is not None:
             await service.store.flush()
-        found = [await asyncio.to_thread(store.forget, name) for name in {user, user.strip()}]
+        names = {user.strip(), user}  # an earlier version stored ids with their blanks
+        found = [await asyncio.to_thread(store.forget, name) for name in names]
         return schemas.Forgotten(**{what: sum(deleted[what] for deleted in found) for what in found[0]})
 
 

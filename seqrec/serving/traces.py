@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PATHS = ("(/v2)?/health(/live|/ready)?$", "/ready$", "/metrics$", "/docs", "/redoc", "/static", "/page/")
-UNTRACED = ",".join(f"^[a-z]+://[^/]+{path}" for path in PATHS)
+UNTRACED = ",".join(f"^[a-z]+://[^/]+{path}" for path in PATHS)  # from the start: an id in a path may end alike
 ADDRESSES = ("http.target", "http.url", "url.path", "url.query", "url.full")  # hold users, items and histories
 
 

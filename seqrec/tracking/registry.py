@@ -224,20 +224,24 @@ def crown(
 
 def champion_history(model: RegisteredModel) -> list[str]:
     """Return the champions in the audit trail of `model`, the latest first and some more than once."""
-    entries = [text for key, text in sorted(model.tags.items(), reverse=True) if key.startswith(AUDIT_TAG)]
-    changes = [entry.partition(":")[0].split(" -> ") for entry in entries]
-    return [number for change in changes for number in reversed(change) if number != "none"]
+    changes = reversed(_changes(model))
+    return [number for before, after, _ in changes for number in (after, before) if number != "none"]
 
 
 def rolled_back(model: RegisteredModel) -> set[str]:
     """Return the versions that were rolled back, by the audit trail of `model`, and not promoted since."""
     found: set[str] = set()
-    for _, text in sorted((key, text) for key, text in model.tags.items() if key.startswith(AUDIT_TAG)):
-        change, _, reason = text.partition(": ")
-        before, after = change.split(" -> ")
+    for before, after, reason in _changes(model):
         found.discard(after)
-        found |= {before} if reason.startswith("rollback") else set()
+        if reason.startswith("rollback"):
+            found.add(before)
     return found
+
+
+def _changes(model: RegisteredModel) -> list[tuple[str, str, str]]:
+    """Return the audit trail of `model`, oldest first: champion before, champion after, and reason of each change."""
+    entries = [text for key, text in sorted(model.tags.items()) if key.startswith(AUDIT_TAG)]
+    return [(*change.split(" -> "), reason) for change, _, reason in (entry.partition(": ") for entry in entries)]
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:

@@ -33,7 +33,7 @@ def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read a user's tables: CSV (also TSV, RecBole's atomic files), JSON lines, either of them gzip, or Parquet.
 
     `ingest.columns` maps our column names to those of the files; keys such as `items.item_id` are for the items file
-    only, and an empty `rating` leaves the ratings out.
+    only, `user_id`, `timestamp` and `rating` for the log only, and an empty `rating` leaves the ratings out.
 
     Raises:
         ValueError: a column is missing, or `ingest.columns` refers to a column that no file has.
