@@ -337,6 +337,8 @@ class STRec(SequenceModel):
         initialise(self)
         self.sampler = Sampler(options) if options.sampling != "none" else None
         self.shortest = max((k + 1 for k in options.rows if k < options.length), default=1)
+        if options.attention in ("longformer", "flash"):  # how many chunks they cut is fixed in a graph
+            self.shortest = options.length
         self.phase: str | None = None if self.sampler is not None else "hard"  # None: no phase yet, as after loading
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any
 import kfp
 import kfp_server_api
 import urllib3
-from kfp.client import ServiceAccountTokenVolumeCredentials
+from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, ServiceAccountTokenVolumeCredentials
 
 from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, Params, load
@@ -30,6 +30,7 @@ SCHEDULE = "seqrec {}"  # name of the schedule of a pipeline
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 ENDED = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED")
 FAILED_POLLS = 30  # in a row, after which `wait` gives up
+ANSWER_S = 60.0  # within which the server has to answer a request
 EQUALS = 1  # an operation of KFP's filters
 
 logger = logging.getLogger(__name__)
@@ -64,20 +65,32 @@ class Server:
                 namespace=self.namespace or "none",  # without one it would wait half a minute for a server that refuses
                 existing_token=self.token or None,
                 cookies=self.cookies or None,
-                credentials=None if self.host else ServiceAccountTokenVolumeCredentials(),
+                credentials=ServiceAccountTokenVolumeCredentials()
+                if not self.host and _token_file().is_file()
+                else None,
                 ssl_ca_cert=self.ca_file or None,
                 verify_ssl=not self.insecure,
             )
             client._context_setting["namespace"] = self.namespace
-            health = client._healthz_api.healthz_service_get_healthz()
+            _limit_requests(client)
+            health, _, headers = client._healthz_api.healthz_service_get_healthz_with_http_info()
+        if "json" not in headers.get("Content-Type", ""):  # a page to log in, to which the request was redirected
+            raise SubmissionError(
+                f"--host: {self.title} answers with a page, not as Kubeflow Pipelines does: the session has expired "
+                "(--token, --cookies), or the address is another one"
+            )
         if health.multi_user and not self.namespace:
-            raise SubmissionError(f"--namespace: {redacted(self.host)} serves several users; name your namespace")
+            raise SubmissionError(f"--namespace: {self.title} serves several users; name your namespace")
         return client
+
+    @property
+    def title(self) -> str:
+        """What messages call the server."""
+        return redacted(self.host) or "the server of this cluster"
 
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turn what the client raises into one line."""
-        server = redacted(self.host) or "the server of this cluster"
         try:
             yield
         except kfp_server_api.ApiException as error:
@@ -88,11 +101,27 @@ class Server:
             }
             body = redacted(str(error.body), self.token, self.cookies)[:500]
             text = causes.get(error.status, f"HTTP status {error.status}: {body}")
-            raise SubmissionError(f"{server}: {text}") from error
+            raise SubmissionError(f"{self.title}: {text}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise SubmissionError(
-                f"--host: {server} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
+                f"--host: {self.title} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
             ) from error
+
+
+def _token_file() -> Path:
+    """Return where a pod has the token for Kubeflow Pipelines, if it mounts one; a server for one user needs none."""
+    return Path(os.environ.get(KF_PIPELINES_SA_TOKEN_ENV) or KF_PIPELINES_SA_TOKEN_PATH)
+
+
+def _limit_requests(client: kfp.Client) -> None:
+    """Let no request wait longer than `ANSWER_S`; the client itself passes no limit."""
+    rest = client._healthz_api.api_client.rest_client  # of all its interfaces
+    request = rest.request
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        return request(*arguments, **{**options, "_request_timeout": options.get("_request_timeout") or ANSWER_S})
+
+    rest.request = limited
 
 
 @dataclass(frozen=True, kw_only=True)

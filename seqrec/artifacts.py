@@ -51,6 +51,7 @@ RECOMMENDATIONS = "recommendations.parquet"
 # register
 CHANGES = "SEQREC_CHANGES"  # environment variable: settings changed for one run, as JSON
 REPORT_PAGE = "index.html"
+VALIDATION = "validation.json"  # of the data, beside the reports
 
 FACTS = (  # keys of cards that identify the content of a folder
     *("source", "licence", "dataset", "protocol", "input_sha256", "split_sha256"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from seqrec.artifacts import ROOT
 
 MODELS = "seqrec.models"
+AVERAGE = Path("seqrec/models/ensemble.py")  # which can be any model: `options.members`
 UNDECIDING = (  # modules and packages that cannot change results; editing them repeats no stage
     "seqrec.__init__",  # version and root
     "seqrec.__main__",
@@ -43,7 +44,7 @@ def deciding(module: str, *models: str, root: Path = ROOT) -> tuple[Path, ...]:
     exempt = [name for name in UNDECIDING if name != DECIDING.get(module)]
     found = closure(module, exempt=exempt, root=root)
     folder, shared = Path(*MODELS.split(".")), closure(MODELS, root=root)  # what the package itself imports
-    files = {path for path in found if path.parent != folder or path in shared}
+    files = {path for path in found if path.parent != folder or path in (*shared, AVERAGE)}
     for model in models:
         files.update(closure(model, exempt=exempt, root=root))
     return tuple(sorted(files))

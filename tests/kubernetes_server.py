@@ -51,6 +51,7 @@ class Cluster:
         self.fail_next = 0  # so many jobs fail without running
         self.lose_next = 0  # so many are complete without running, as if their output had been lost
         self.hang = False  # jobs never end
+        self.unavailable = 0  # so many questions for a job are answered with 503
 
     def create(self, job: dict[str, Any]) -> None:
         check(job)
@@ -123,6 +124,9 @@ class _Handler(Quiet, BaseHTTPRequestHandler):
             self.answer(201, json.loads(content))
         elif match["name"] not in jobs:
             self.answer(404, {"message": f'{match["plural"]} "{match["name"]}" not found'})
+        elif self.command == "GET" and self.server.cluster.unavailable:
+            self.server.cluster.unavailable -= 1
+            self.answer(503, {"message": "not now"})
         elif self.command == "PATCH":
             jobs[match["name"]]["metadata"] |= json.loads(content)["metadata"]
             self.answer(200, jobs[match["name"]])

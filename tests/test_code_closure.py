@@ -76,6 +76,7 @@ def test_a_misspelt_module_is_an_error(root):
         ("recformer", {"recformer"}),  # the stage pretrain imports it, for text models only
         ("sasrec", {"sasrec", "esasrec", "tisasrec", "ssept", "zesrec", "rec_denoiser", "recformer"}),
         ("base", set(REGISTRY)),
+        ("ensemble", set(REGISTRY)),  # options.members
         ("__init__", set()),  # module and class of each architecture are compared instead
     ],
 )

@@ -26,6 +26,8 @@ CONTAINER_SECURITY = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+FAILED_POLLS = 30  # in a row, after which `finish` gives up
+ANSWER_S = 60.0  # within which the cluster has to answer a request
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -194,6 +196,7 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
 
     Raises:
         ConfigError: no cluster can be reached, or it refuses.
+        NoAnswerError: `FAILED_POLLS` polls in a row fail; the job continues, and the next attempt finds it.
         ValueError: the job failed, was deleted, or left no output.
     """
     jobs = _Jobs(manifest)
@@ -203,7 +206,7 @@ def finish(manifest: Mapping[str, Any], poll_s: float, is_done: Callable[[], boo
         phase = ""
     with jobs.deleted_on_sigterm():
         jobs.adopt() if phase else jobs.create()
-        while (phase := jobs.phase()) != "Complete":
+        while (phase := jobs.polled()) != "Complete":
             if phase == "Failed":
                 raise ValueError(f"{jobs.title} failed: {redacted(jobs.reason())}")
             if phase != "Running":
@@ -227,10 +230,16 @@ def _owner() -> list[dict[str, Any]]:
     return [{"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}] if name and uid else []
 
 
+class NoAnswerError(ValueError):
+    """The cluster does not answer, or only that it cannot just now."""
+
+
 class _Jobs:
     """The job `manifest` in the namespace of this pod, or of the current kubectl context."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self.failed = 0  # polls in a row
+        import urllib3
         from kubernetes import client, config
         from kubernetes.config.config_exception import ConfigException
 
@@ -248,7 +257,11 @@ class _Jobs:
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
         self.owner = {"metadata": {"ownerReferences": _owner()}}
         self.title = f"{self.kind} {namespace}/{self.name}"
-        self.api, self.failure = client.CustomObjectsApi(), client.ApiException
+        self.api, self.failure, self.silence = (
+            client.CustomObjectsApi(),
+            client.ApiException,
+            urllib3.exceptions.HTTPError,
+        )
         group, version = manifest["apiVersion"].split("/")
         self.place = {"group": group, "version": version, "namespace": namespace, "plural": PLURALS[self.kind]}
 
@@ -299,31 +312,44 @@ class _Jobs:
         true = {condition["type"] for condition in status.get("conditions", ()) if condition["status"] == "True"}
         return next((name for name in ("Complete", "Failed") if name in true), "Running")
 
+    def polled(self) -> str:
+        """Return the phase, "Running" where the cluster does not answer just now."""
+        try:
+            phase = self.phase()
+        except NoAnswerError as error:
+            self.failed += 1
+            if self.failed == FAILED_POLLS:
+                raise NoAnswerError(f"{error}; the job continues on the cluster") from error
+            logger.warning("%s; trying again", error)
+            return "Running"
+        self.failed = 0
+        return phase
+
     def reason(self) -> str:
         status = (self._found() or {}).get("status", {})
         spark = status.get("applicationState", {}).get("errorMessage", "")
         return spark or "; ".join(condition.get("message", "") for condition in status.get("conditions", ()))
 
     def _found(self) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = self.api.get_namespaced_custom_object(**self.place, name=self.name)
-        except self.failure as error:
-            if error.status == 404 and "not found" in str(error.body) and self.name in str(error.body):
-                return None
-            raise self._explained(error) from error
+        found: dict[str, Any] | None = self._call(self.api.get_namespaced_custom_object, name=self.name)
         return found
 
-    def _call(self, function: Callable[..., Any], **arguments: Any) -> None:
+    def _call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         try:
-            function(**self.place, **arguments)
+            return function(**self.place, **arguments, _request_timeout=ANSWER_S)
         except self.failure as error:
+            if error.status == 404 and "not found" in str(error.body) and self.name in str(error.body):
+                return None  # there is no such job
             raise self._explained(error) from error
+        except self.silence as error:
+            raise NoAnswerError(f"kubernetes.launch: {self.title}: {redacted(str(error))}") from error
 
-    def _explained(self, error: Any) -> ConfigError:
+    def _explained(self, error: Any) -> ValueError:
         causes = {
             401: "the credentials are refused",
             403: "kubernetes.service_account may not do this: see the Role in deploy/",
             404: f"the cluster does not know this kind: install {OPERATORS[self.kind]}, or set launcher: step",
         }
         text = causes.get(error.status, error.body or error.reason)
-        return ConfigError(f"kubernetes.launch: {self.title}: {redacted(str(text))}")
+        kind = NoAnswerError if error.status == 429 or error.status >= 500 else ConfigError
+        return kind(f"kubernetes.launch: {self.title}: {redacted(str(text))}")

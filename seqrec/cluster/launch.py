@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
-from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
+from seqrec.artifacts import DamagedError, read_json, rename, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
 from seqrec.config import LaunchConfig, parse
+from seqrec.data.download import DownloadError
+from seqrec.locks import LockedError
 from seqrec.pipeline import BY_NAME
+from seqrec.tracking.runs import TrackingError
 
 HANDED = {  # stage -> inputs and outputs of its job
     "prepare": (("data", "validation"), "sequences"),
@@ -71,7 +74,8 @@ def run_model(stage: str, **arguments: Any) -> dict[str, float]:
     """Run a stage of one model as `run` does, but let its failure cost this model alone.
 
     What settings or data make fail in this process is not raised: the reason lies in the output as `FAILED`, and the
-    further steps of the model hand it on. Failures of jobs and of several processes are raised, to be retried.
+    further steps of the model hand it on. Failures of jobs, of several processes, of servers and of files are raised,
+    to be retried.
     """
     inputs, output = OF_MODEL[stage]
     for file in (Path(arguments[name], FAILED) for name in inputs):
@@ -80,6 +84,8 @@ def run_model(stage: str, **arguments: Any) -> dict[str, float]:
             return {}
     try:
         return run(stage, **arguments)
+    except (DamagedError, DownloadError, LockedError, TrackingError):
+        raise
     except (ValueError, FloatingPointError) as error:
         if _place(stage).launch != LaunchConfig():
             raise
@@ -192,7 +198,8 @@ def job_name(stage: str, arguments: Mapping[str, Any], image: str) -> str:
         for path in _files(arguments[key]):
             content.update(f"{path.name} {sha256(path)}".encode())
     subject = str(arguments.get("model") or arguments.get("dataset")).lower()
-    return f"{stage}-{re.sub('[^a-z0-9]', '-', subject)[:30]}-{content.hexdigest()[:12]}"
+    # 23 characters: JobSet appends -node-0-NNNN-abcde, and refuses a job whose pods' names exceed 63
+    return f"{stage}-{re.sub('[^a-z0-9]', '-', subject)[:23]}-{content.hexdigest()[:12]}"
 
 
 def _handed(stage: str, arguments: Mapping[str, Any]) -> tuple[list[str], str]:

@@ -88,7 +88,10 @@ def model_settings(
     `limits` take the place of settings of `finetune`.
     """
     given = {**(finetune or {}), **limits}
-    ruled = auto_settings.options(name, shape) | OPTIONS.get(name, {})
+    own = OPTIONS.get(name, {})
+    if (options or {}).get("encoder", own.get("encoder")) != own.get("encoder"):
+        own = {}  # they suit the other encoder
+    ruled = auto_settings.options(name, shape) | own
     set_ = {option: value for option, value in (options or {}).items() if value != AUTO or option not in ruled}
     chosen = auto_settings.merged(ruled, set_, "options")
     return {

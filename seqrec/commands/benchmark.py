@@ -189,7 +189,8 @@ def write_page(params: Params, folder: Path, out: Path, base: str = "") -> dict[
     """Write the page of the models that are finished with these settings; return the mean test NDCG@10 of each row."""
     counts = {name: [out / "reports" / name] for name in BASELINES if (out / "reports" / name / METRICS).is_file()}
     reports = dict(counts)
-    seeds = sorted(int(path.name.removeprefix("seed-")) for path in out.glob("seed-*[0-9]"))
+    names = [path.name.removeprefix("seed-") for path in out.glob("seed-*")]
+    seeds = sorted(int(name) for name in names if name.isdecimal())
     for model in params.leaderboard:
         of_seed = {seed: out / f"seed-{seed}/reports" / model for seed in seeds}
         found = [report for seed, report in of_seed.items() if is_finished(report, params, model, folder, seed)]

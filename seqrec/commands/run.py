@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import locks
-from seqrec.artifacts import SOURCE_CARD, SPLIT_CARD, read_json, write_text
+from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, read_json, write_text
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load, read_changes
 from seqrec.evaluation import leaderboard
@@ -76,7 +76,9 @@ def run(
 
 
 def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> dict[str, float]:
-    (out / "reports" / leaderboard.LEADERBOARD).unlink(missing_ok=True)  # it marks a finished run
+    reports = out / "reports"
+    for name in (leaderboard.LEADERBOARD, REPORT_PAGE, *([VALIDATION] if data else [])):
+        (reports / name).unlink(missing_ok=True)  # of an earlier run; the first marks a finished one
     write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)
     given: dict[str, Any] = {"data": source, "sequences": source / "sequences"}
@@ -88,7 +90,7 @@ def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> d
         for item in stages[0].items(params) if each != "dataset" else ():
             figures = run_stages(stages, params, out, item, given)
             values |= {f"{item}/{name}": figures[name] for name in SHOWN} if each == "model" else figures
-    write_leaderboard(out / "reports", source / "sequences", params.leaderboard)
+    write_leaderboard(reports, source / "sequences", params.leaderboard)
     return values
 
 

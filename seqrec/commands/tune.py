@@ -116,6 +116,8 @@ def tune(
     Raises:
         ConfigError: a range is wrong, the study belongs to another search, or no trial has a result.
     """
+    if output and output.suffix == ".json":
+        raise ConfigError(f"--output: {output} is where the budget goes; name the config otherwise, such as .yaml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("a search runs in one process: call tune without torchrun")
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -33,7 +33,8 @@ EASE_ITEMS = 20_000  # the item x item matrices of EASE then take 10 GB
 LAUNCHED = ("prepare", "pretrain", "finetune")  # steps that can run as a job of the cluster
 CPU = re.compile(r"\d+m?|\d*\.\d+")  # the quantities that Kubeflow Pipelines accepts
 BYTES = re.compile(r"\d+(?:[EPTGMK]i?)?")
-NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a Secret, a claim or a service account
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a Secret or a service account
+CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # Kubeflow Pipelines names the volume after its claim
 VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # its value, and its key behind any prefix
 TOLERATED = {"operator": ("Equal", "Exists"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
@@ -443,9 +444,10 @@ class KubernetesConfig(Section):
             require(processes == 1, "launch.prepare.processes: prepare runs as one process; set nodes, for Spark")
         check_labels("labels", self.labels)
         variables = [*self.environment, *(name for keys in self.secrets.values() for name in keys.values())]
-        names = [*filter(None, (self.state_claim, self.data_claim, self.service_account))]
-        names += [*self.secrets, *self.image_pull_secrets]
-        for what, form, given in (("an environment variable", VARIABLE, variables), ("a resource", NAME, names)):
+        names = [*filter(None, [self.service_account]), *self.secrets, *self.image_pull_secrets]
+        claims = [*filter(None, (self.state_claim, self.data_claim))]
+        kinds = (("an environment variable", VARIABLE, variables), ("a resource", NAME, names))
+        for what, form, given in (*kinds, ("a claim's volume", CLAIM, claims)):
             wrong = [name for name in given if not form.fullmatch(name)]
             require(not wrong, f"{wrong[:1]} cannot be the name of {what} in Kubernetes")
         require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")

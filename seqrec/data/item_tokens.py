@@ -73,10 +73,10 @@ def described(items: Path, item_ids: Sequence[str]) -> bool:
 def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ()) -> Texts:
     """Return the cleaned attribute values of `items`, which need not be in any table; missing values are empty.
 
-    The `attributes`, which the model was trained on, come first, in their order; others follow, sorted by name.
+    Only `attributes` are read, in their order, as a model was trained on them; by default all, sorted by name.
     """
     present = {name for item in items for name in item}
-    names = [*(name for name in attributes if name in present), *sorted(present.difference(attributes))]
+    names = [name for name in attributes if name in present] if attributes else sorted(present)
     return {name: _cleaned(pa.array([item.get(name) for item in items], pa.string())) for name in names}
 
 

@@ -112,7 +112,7 @@ def export(
         How many items it returns.
 
     Raises:
-        ValueError: the graph gives other scores than the weights.
+        ValueError: the graph gives other scores than the weights, or does not run.
     """
     with located(saved, config) as folder:
         figures = export_checkpoint(load_checkpoint(folder), output, k)
@@ -131,7 +131,12 @@ def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dic
     card = {"k": k, "inputs": given, "shortest": model.shortest, "seen": model.options.history}
     card |= {"reads": asdict(engine.reads), **identity(checkpoint.card)}
     weights, run = (Recommender.of(checkpoint, each) for each in (engine, OnnxEngine(output, card)))
-    _check_equal(weights, run, k)
+    try:
+        _check_equal(weights, run, k)
+    except ValueError:
+        raise
+    except Exception as error:  # of ONNX Runtime, which names no common class
+        raise ValueError(f"the graph does not run, set register.graph to false to do without: {error}") from error
     write_files(output, checkpoint.files)
     write_json(output / GRAPH_CARD, card | {"graph_sha256": sha256(output / GRAPH)})
     return {"k": k}

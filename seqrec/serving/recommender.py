@@ -316,6 +316,10 @@ class Recommender:
             raise ValueError(f"items_text: {self.name} cannot read text; use a Recformer with its {TOKENIZER}")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
+        if names := self.engine.weights.model.options.attributes:
+            for item_id, given in request.items_text.items():
+                if not any(given.get(name, "").strip() for name in names):
+                    raise ValueError(f"items_text: {item_id!r} has none of the model's attributes: {', '.join(names)}")
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer requests together, in one pass of the model; nobody's answer depends on the others.

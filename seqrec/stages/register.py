@@ -40,6 +40,7 @@ from seqrec.artifacts import (
     REPORT_PAGE,
     SOURCE_CARD,
     SPLIT_CARD,
+    VALIDATION,
     WEIGHTS,
     read_json,
     read_table,
@@ -81,7 +82,6 @@ CURVES_CSV = "curves.csv"
 FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
 TEST = "test/ndcg@10"
-VALIDATION = "validation.json"  # of the reports
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 # Of a model card; the rest is outcome.
 SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config", "versions")
@@ -146,7 +146,7 @@ def register(
         The candidate's metrics, whether it is the champion (1 or 0), and its gain where there was a comparison.
 
     Raises:
-        ConfigError: the prepared dataset is another one than that of `params`.
+        ConfigError: the prepared dataset is another one than that of `params`, or of a model.
         FileNotFoundError: a model was not trained or not evaluated.
         TrackingError: the tracking server fails; the leaderboard is written, and another call does the rest.
     """
@@ -155,6 +155,10 @@ def register(
         raise ConfigError(f"dataset: the settings name {params['dataset']}, but {sequences} holds {split['dataset']}")
     rows = build(reports=reports, models=leaderboard)
     entries = [_entry(row, artifacts, reports) for row in rows]
+    for entry in entries:
+        made = entry.card.get("split", {}).get("split_sha256", split["split_sha256"])
+        if made != split["split_sha256"]:
+            raise ConfigError(f"data: {entry.name} was trained on another split than {sequences} holds")
     best = next((e for e in entries if not (config.allow_below_baseline and e.row["baseline"])), entries[0])
     graph = exporting(best.folder) if config.graph else nullcontext()
     with graph as export, registering(config, split["dataset"]), _explained(reports, config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
 import shutil
 import tempfile
 import uuid
@@ -107,7 +108,8 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Saved) -> LoggedMod
             return model
     tags = {WEIGHTS_TAG: weights, FINGERPRINT: run.data.tags[FINGERPRINT]}
     params = client.get_run(run_id).data.params
-    model = client.create_logged_model(experiment, run.info.run_name, run_id, tags=tags, params=params)
+    name = re.sub(r"""[/:.%"']""", "_", run.info.run_name)  # MLflow refuses these here
+    model = client.create_logged_model(experiment, name, run_id, tags=tags, params=params)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory) / "model"

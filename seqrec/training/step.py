@@ -32,7 +32,7 @@ class LossTerms(nn.Module):
                 views.append(query_BPD[:, -1])
             width, stop = query_BPD.shape[1], example.target_BL.shape[1] - skip_last
             target_BP = example.target_BL[:, stop - width : stop]
-            number = example.number - skip_last * len(target_BP)  # every row has a last target
+            number = max(0, example.number - skip_last * len(target_BP))  # every row has a last target, or none any
             index = torch.nonzero_static(target_BP.flatten(), size=number).squeeze(1)
             with torch.autocast(device, enabled=False):
                 query_ND = query_BPD.flatten(0, 1).index_select(0, index).float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from support import KUBERNETES, until
 
-from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS
+from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS, DamagedError
 from seqrec.cluster import jobs, launch
 from seqrec.config import (
     ConfigError,
@@ -164,6 +165,19 @@ def test_a_job_that_somebody_deletes_fails_the_step(finetuned, cluster):
         finetuned("job", place(launcher="job"))
 
 
+def test_a_job_is_awaited_while_the_cluster_cannot_answer(finetuned, cluster, monkeypatch):
+    cluster.unavailable = 3
+    values, _, _ = finetuned("job", place(launcher="job"))
+    assert values
+    assert (cluster.unavailable, cluster.jobs) == (0, {})
+
+    monkeypatch.setattr(jobs, "FAILED_POLLS", 2)
+    cluster.hang, cluster.unavailable = True, 2
+    with pytest.raises(jobs.NoAnswerError, match=r"not now.*the job continues on the cluster"):
+        finetuned("again", place(launcher="job", image="example.org/another"))
+    assert cluster.jobs
+
+
 def test_a_process_that_fails_fails_the_step(finetuned, tmp_path):
     (tmp_path / "two").write_text("where a folder must be made")
 
@@ -246,6 +260,8 @@ def test_a_new_image_makes_a_new_job(tmp_path):
     names = {launch.job_name("prepare", work, image) for image in ("seqrec@sha256:1", "seqrec@sha256:2")}
     assert len(names) == 2
     assert launch.job_name("prepare", work | {"dataset": "My_own.v2"}, "seqrec").startswith("prepare-my-own-v2-")
+    pod = launch.job_name("pretrain", work | {"model": "x" * 100}, "seqrec") + "-node-0-1000-abcde"
+    assert len(pod) <= 63  # JobSet refuses longer ones
 
 
 def test_an_entry_is_laid_over_the_default():
@@ -253,6 +269,16 @@ def test_an_entry_is_laid_over_the_default():
     assert CLUSTER.step("evaluate") == StepResources(cpu="2", memory="8Gi", retries=3, backoff_s=60)
     assert CLUSTER.step("ingest").retries == 0
     assert KubernetesConfig(resources={"ingest": {"retries": 3}}).step("ingest").retries == 3
+
+
+def test_what_another_attempt_may_repair_is_raised(finetuned, prepared, initial, tmp_path):
+    broken = shutil.copytree(initial, tmp_path / "initial")
+    (broken / WEIGHTS).write_bytes(b"torn")
+    arguments = {"sequences": prepared, "checkpoint": tmp_path / "out", "filter_seen": True, "config": CONFIG}
+
+    with pytest.raises(DamagedError):
+        launch.run_model("finetune", model="sasrec", initial=broken, state=tmp_path / "state", **arguments)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_reason_of_a_failed_model_is_handed_on_to_the_register(tmp_path, monkeypatch):

@@ -152,6 +152,7 @@ def test_only_what_is_missing_or_changed_is_trained(out, prepared):
 
 def test_figures_of_other_data_settings_or_code_are_not_shown(out, prepared, tmp_path, monkeypatch):
     shutil.copytree(out, tmp_path / "out")
+    shutil.copytree(out / "seed-1", tmp_path / "out/seed-1.old2")  # a copy of somebody's
     data, params = shutil.copytree(prepared.parent, tmp_path / "data"), from_dict(CONFIG)
     shutil.copytree(prepared.parent, data / "sources/other")
 

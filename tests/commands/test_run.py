@@ -74,6 +74,7 @@ def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_untraine
     assert not Path("second/data").exists()
     assert scores(Path("second")) == scores(Path("out"))
 
+    Path("second/reports/validation.json").write_text("{}")  # of earlier data
     weights = Path("second/artifacts/sasrec/finetuned/best.safetensors")
     before = weights.stat().st_mtime_ns
     caplog.clear()
@@ -84,6 +85,14 @@ def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_untraine
     assert json.loads(Path("second/reports/leaderboard.json").read_text())["registry"]["model"] == "seqrules"
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["seqrules"]
+
+    other = shutil.copytree("out/data", Path("other"))
+    card = json.loads((other / "sequences/split.json").read_text()) | {"split_sha256": "0" * 64}
+    (other / "sequences/split.json").write_text(json.dumps(card))
+    assert main(["import", "--run", "second", "--data", "other"]) == 1
+    assert "was trained on another split than other/sequences holds" in caplog.text
+    assert run("--out", "second", "--data", "out/data") == 0
+    assert not Path("second/reports/index.html").exists(), "it shows what was registered"
 
 
 def test_epochs_are_logged_live_into_the_experiment_of_register(tmp_path, monkeypatch):

@@ -251,6 +251,11 @@ def test_a_failed_download_costs_no_trial(prepared, whole, tmp_path, monkeypatch
     assert rows(tmp_path) == rows(whole)
 
 
+def test_the_budget_does_not_replace_the_settings(prepared, tmp_path):
+    with pytest.raises(ConfigError, match=r"--output: .*best.json is where the budget goes"):
+        tune(model="sasrec", dataset="synthetic", params=PARAMS, sequences=prepared, output=tmp_path / "best.json")
+
+
 def test_a_folder_of_another_dataset_is_refused(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset: .* holds synthetic, not other: add --dataset synthetic"):
         tune(

