@@ -257,10 +257,11 @@ def _value(name: str, hint: Any, flags: argparse.Namespace) -> Any:
 
 
 def _settings(flags: argparse.Namespace) -> Params:
-    """Return the settings; beside a saved model in a folder, the defaults serve where there is no params.yaml."""
+    """Return the settings; for a saved model in a folder, the defaults serve where there is no params.yaml."""
     from seqrec.config import from_dict, load
 
-    if flags.params == PARAMS and not PARAMS.exists() and Path(getattr(flags, "saved", "") or PARAMS).is_dir():
+    saved = str(getattr(flags, "saved", "") or ":/")
+    if flags.params == PARAMS and not PARAMS.exists() and ":/" not in saved:  # no name in MLflow
         return from_dict({"dataset": "saved", "models": {}})
     return load(flags.params)
 

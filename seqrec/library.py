@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # taken from the extra `validation`
 
 EVENTS, ITEMS, PLAN = "events.parquet", "items.parquet", "fit.json"
 logger = logging.getLogger(__name__)
+TRAINING = threading.Lock()  # all threads share torch's random state, so that two trainings at once would change it
 ARGUMENTS = {  # flag of `seqrec auto` -> argument here
     **{f"--{name}": f"{name}=" for name in ("user", "item", "title", "items", "time")},
     "--time-format": "time_format=",
@@ -372,9 +374,12 @@ def fit(
             if not shape.described and {"text", "attributes"} & kind.needs_of(settled):
                 raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
             pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
+            if not pretrained and (unused := [name for name in pretrain or {} if name != "item_vectors"]):
+                raise ValueError(f"pretrain.{unused[0]}: {model} is not pre-trained with these options: leave it out")
             if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
-        train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
+        with TRAINING:
+            train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -238,6 +239,15 @@ def test_a_budget_and_the_epochs_of_a_pre_training(data):
     assert chosen["ease_items"] == 310  # the cube root of .006 s times 5e9
 
 
+def test_trainings_of_several_threads_are_those_of_one(data):
+    settings = {"options": {"d_model": 16}, "finetune": {"epochs": 2, "counts": "none"}}
+    fit = partial(seqrec.fit, data, "mfbpr", **settings)
+    alone = fit().card["weights_sha256"]
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(fit) for _ in range(2)]
+    assert [made.result().card["weights_sha256"] for made in both] == [alone, alone]
+
+
 def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
     (tmp_path / "events.parquet").write_text("mine")
     message = r"folder=: .* holds other files, such as events\.parquet: name a new folder"
@@ -273,6 +283,10 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "s3rec", minutes=1), "minutes: s3rec is pre-trained first: set pretrain="),
         (lambda data: seqrec.fit(data, "recguru", minutes=1), "minutes: recguru is pre-trained first"),
         (lambda data: seqrec.fit(data, "s3rec", pretrain={"epoch": 1}), r"pretrain\.epoch: unknown key.*epochs"),
+        (
+            lambda data: seqrec.fit(data, "sasrec", pretrain={"epochs": 9}),
+            r"pretrain\.epochs: sasrec is not pre-trained",
+        ),
         (
             lambda _: seqrec.fit(without_titles(), "recformer"),
             "recformer reads the text of items; pass `items` or `title`",

@@ -71,6 +71,8 @@ class IngestConfig(Section):
             bool(self.repository) == bool(self.revision), "repository needs revision, and revision needs repository"
         )
         require(not (self.repository and self.mirror), "mirror has no effect with repository; leave one of them out")
+        wrong = [role for role, digest in self.sha256.items() if not re.fullmatch("[0-9a-fA-F]{64}", digest)]
+        require(not wrong, f"sha256.{''.join(wrong[:1])}: a SHA-256 has 64 hexadecimal digits")
         undated = self.source in ("lines", "prefixes")
         require(not (self.events and (self.repository or undated)), "events needs a source of files with dates")
         for name in ("interactions", "items", "mirror"):

@@ -134,11 +134,17 @@ def _origins(publications: Sequence[Publication], config: IngestConfig) -> Itera
     for publication in publications:
         names, archive = [_names(file) for file in publication.files], publication.archive
         if publication.local:
-            here = [[Place(f"local:{Path(name).name}", name) for name in of_file] for of_file in names]
+            here = [
+                [Place(f"local:{Path(name).name}", name) for name in of_file] or _official(file)
+                for file, of_file in zip(publication.files, names, strict=True)
+            ]
             yield Origin("here", publication, here, [])
         if mirror:
             archives = [archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}"] if archive else []
-            held = [[_held(mirror, name) for name in of_file] for of_file in names]
+            held = [
+                [_held(mirror, name) for name in of_file] or (_official(file) if publication.local else [])
+                for file, of_file in zip(publication.files, names, strict=True)
+            ]
             yield Origin(f"mirror {shown(mirror)}", publication, held, [_held(mirror, name) for name in archives])
     for publication in publications:
         archive = publication.archive
@@ -147,14 +153,20 @@ def _origins(publications: Sequence[Publication], config: IngestConfig) -> Itera
             yield Origin("package index", publication, [], [Place(place, place)])
         elif archive:
             yield Origin("official", publication, [], [Place(archive.url, archive.url)])
-        elif any(file.urls for file in publication.files):
-            urls = [[Place(shown(url), url) for url in file.urls] for file in publication.files]
-            yield Origin("official", publication, urls, [])
+        elif not publication.local and any(file.urls for file in publication.files):
+            yield Origin("official", publication, [_official(file) for file in publication.files], [])
+
+
+def _official(file: File) -> list[Place]:
+    return [Place(shown(url), url) for url in file.urls]
 
 
 def _held(mirror: str, name: str) -> Place:
     address = f"{mirror.rstrip('/')}/{name}" if _is_url(mirror) else str(Path(mirror, name))
     return Place(f"mirror:{name}", address)
+
+
+VERSION = "version"  # beside a partial download: the server's version of its file
 
 
 @dataclass(frozen=True)
@@ -195,20 +207,24 @@ class Fetcher:
 def _gather(origin: Origin, fetcher: Fetcher) -> list[SourceFile]:
     """Return the files of a publication from one origin, which has them one by one or in their archive."""
     places = dict(zip(origin.publication.files, origin.files, strict=False))
-    missing: NotThereError | None = None
+    failure: DownloadError | None = None
     if places:
         try:
             return _each(origin.publication, lambda file: _first(file, places[file], fetcher))
-        except NotThereError as error:
-            missing = error
+        except DownloadError as error:  # stores refuse to say that a file is missing to who may not list them
+            failure = error
     for place in origin.archives:
         unpack = partial(_unpacked, origin.publication, place.origin, fetcher.folder)
         try:
-            return fetcher.accepted(place.address, unpack)
+            found = fetcher.accepted(place.address, unpack)
         except NotThereError as error:
-            missing = missing or error
-    assert missing is not None
-    raise missing
+            failure = failure or error
+            continue
+        if not isinstance(failure, NotThereError | None):
+            logger.warning("%s: %s", origin.label, failure)
+        return found
+    assert failure is not None
+    raise failure
 
 
 def _each(publication: Publication, find: Callable[[File], SourceFile]) -> list[SourceFile]:
@@ -299,7 +315,8 @@ def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 
         DownloadError: all attempts failed.
     """
     folder = _folder(url, downloads)
-    target, part = folder / (file_name(urlsplit(url).path) or "index"), folder / "partial"
+    part, stamp, name = folder / "partial", folder / VERSION, file_name(urlsplit(url).path)
+    target = folder / ("index" if name in ("", ".", "..", part.name, stamp.name) else name)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     while not target.is_file():
@@ -310,7 +327,8 @@ def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 
         except FileNotFoundError as error:
             raise NotThereError(f"{shown(url)}: not found") from error
         except TRANSPORT_ERRORS as error:
-            failed = 0 if _size(part) > before else failed + 1
+            continued = _size(stamp) and _size(part) > before  # without a version, every attempt begins anew
+            failed = 0 if continued else failed + 1
             if failed > retries:
                 raise DownloadError(f"{shown(url)}: {_reason(error)} ({failed} attempts)") from error
             logger.info("%s: %s; trying again", shown(url), _reason(error))
@@ -320,7 +338,7 @@ def download(url: str, downloads: Path, *, retries: int = 4, timeout_s: float = 
 
 def _transfer(url: str, part: Path, timeout_s: float) -> None:
     """Append the missing bytes to `part`, provided that the server confirms its file to be unchanged."""
-    stamp = part.with_name("version")  # the server's version of the file that `part` belongs to
+    stamp = part.with_name(VERSION)
     version = stamp.read_text(encoding="utf-8") if stamp.is_file() else ""
     have = _size(part) if version else 0
     headers = {"Accept-Encoding": "identity"}  # lengths and ranges refer to the uncompressed bytes

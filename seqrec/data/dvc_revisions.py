@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import posixpath
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +46,19 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
     try:
         project = DVCFileSystem(config.repository, rev=config.revision)
         recorded = _recorded(project)
-        output.mkdir(parents=True, exist_ok=True)
+        (output / artifacts.SOURCE_CARD).unlink(missing_ok=True)  # first, because it marks the rest as complete
+        shutil.rmtree(output / "raw", ignore_errors=True)
+        (output / "raw").mkdir(parents=True)  # an output of the stage; the files are with the other project
         for name in FILES:
             path, md5 = recorded[name]
-            project.get_file(path, str(output / name))
-            with (output / name).open("rb") as file:
-                found = hashlib.file_digest(file, "md5").hexdigest()
-            if found != md5:
-                raise ValueError(
-                    f"{name} of {config.repository} at {config.revision} differs from the digest in its dvc.lock"
-                )
+            with artifacts.written(output / name) as partial:
+                project.get_file(path, str(partial))
+                with partial.open("rb") as file:
+                    found = hashlib.file_digest(file, "md5").hexdigest()
+                if found != md5:
+                    raise ValueError(
+                        f"{name} of {config.repository} at {config.revision} differs from the digest in its dvc.lock"
+                    )
     except (DvcException, SCMError, FileNotFoundError) as error:
         reason = redacted(str(error))
         raise ConfigError(

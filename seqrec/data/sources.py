@@ -167,7 +167,7 @@ def _own(config: IngestConfig) -> Publication:
             role=role,
             paths=(place,),
             urls=(place,) if "://" in place else (),
-            sha256=(config.sha256[role],) if role in config.sha256 else (),
+            sha256=(config.sha256[role].lower(),) if role in config.sha256 else (),
             required=role not in indices,
         )
         for role, place in places.items()

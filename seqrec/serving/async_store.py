@@ -73,7 +73,7 @@ class AsyncStore:
                 return
             try:
                 await asyncio.to_thread(self.store.show, lists)
-            except StoreError as error:
+            except Exception as error:  # whatever it is, later lists are written
                 self.lost.inc(len(lists))
                 logger.error("%d answers could not be written to the event store: %s", len(lists), error)
 

@@ -91,17 +91,24 @@ class Batcher:
     async def run(self) -> None:
         """Serve until cancelled."""
         loop = asyncio.get_running_loop()
+        alone: deque[Waiting] = deque()  # whose pass with others failed: one of them may be the reason
         while True:
-            await self.some.wait()
+            if not alone:
+                await self.some.wait()
             recommender, version = self.served.current
-            waiting = self._able(recommender, self._next())
+            taken = [alone.popleft()] if alone else self._next()
+            waiting = self._able(recommender, [one for one in taken if not one[1].done()])
             if not waiting:
                 continue
             requests = [request for request, _ in waiting]
             try:
                 answers = await loop.run_in_executor(self.worker, self._answers, recommender, requests)
             except Exception as error:  # one batch fails, the service goes on
-                logger.exception("a batch of %d requests failed", len(waiting))
+                if len(waiting) > 1:
+                    logger.warning("%d requests failed together, and are tried one by one: %s", len(waiting), error)
+                    alone.extend(waiting)
+                    continue
+                logger.exception("a request failed")
                 for _, future in waiting:
                     if not future.done():
                         future.set_exception(PassError(str(error)))

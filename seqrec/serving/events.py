@@ -36,6 +36,8 @@ DAY = 86_400.0
 OVERLAP_S = 3_600.0  # of received events that are collected again: transactions may end in another order
 NEWEST_EVENTS = 1_000  # events of a user that are looked up, and items that the user hides
 ROWS_AT_ONCE = 10_000  # of an import or a dump
+EXPIRED_AT_ONCE = 1_000  # events, and answers with their items, in a transaction that others wait for
+PAUSE_S = 0.02  # between two of these
 TEXT = (pa.string(), pa.large_string())
 TYPES = {"user_id": TEXT, "item_id": TEXT, "timestamp": (pa.int64(),)}  # of a table that `ingest` writes
 COLUMNS = [*TYPES]
@@ -201,13 +203,15 @@ class Store:
         Raises:
             StoreError: the database does not answer, or refuses.
         """
-        if self.engine.dialect.name == "sqlite" and is_cut_short(Path(self.engine.url.database or "")):
-            raise StoreError(self._damaged())
         try:
+            if self.engine.dialect.name == "sqlite" and is_cut_short(Path(self.engine.url.database or "")):
+                raise StoreError(self._damaged())
             with self.engine.begin() as connection:
                 yield connection
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None  # its text may hold users and items
+        except OSError as error:
+            raise StoreError(f"store: {self._url}: {error.strerror}") from None
 
     def _damaged(self) -> str:
         return f"store: {self._url} is damaged: restore it from a backup, or remove it with all its events"
@@ -251,8 +255,17 @@ class Store:
 
     def expire(self, days: float) -> int:
         """Delete what was received or shown more than `days` ago; return the number of events and answers."""
-        end = time.time() - days * DAY
-        return sum(self._delete(EVENTS.c.received < end, ANSWERS.c.at < end).values())
+        end, deleted = time.time() - days * DAY, 0
+        old = sa.select(EVENTS.c.number).where(EVENTS.c.received < end).limit(EXPIRED_AT_ONCE)
+        shown = sa.select(ANSWERS.c.recommendation_id).where(ANSWERS.c.at < end).limit(EXPIRED_AT_ONCE)
+        while True:
+            with self._connection() as connection:
+                events, answers = (connection.scalars(rows).all() for rows in (old, shown))
+            if not events and not answers:
+                return deleted
+            found = self._delete(EVENTS.c.number.in_(events), ANSWERS.c.recommendation_id.in_(answers))
+            deleted += sum(found.values())
+            time.sleep(PAUSE_S)  # others may write in between
 
     def _delete(self, events: sa.ColumnElement[bool], answers: sa.ColumnElement[bool]) -> dict[str, int]:
         own = sa.select(ANSWERS.c.recommendation_id).where(answers)

@@ -34,6 +34,7 @@ from seqrec.artifacts import GRAPH_CARD, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
 from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
+from seqrec.serving.async_store import WRITE_EVERY_S
 from seqrec.serving.batcher import NO_CHAMPION, PassError, Served
 from seqrec.serving.events import VARIABLE, Event, Store, StoreError, store_url
 from seqrec.serving.guards import Guards, SafeHeaders
@@ -255,6 +256,8 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
             await service.store.flush()
         names = {user.strip(), user}  # an earlier version stored ids with their blanks
         found = [await asyncio.to_thread(store.forget, name) for name in names]
+        await asyncio.sleep(3 * WRITE_EVERY_S)  # until other processes have written what they showed
+        found += [await asyncio.to_thread(store.forget, name) for name in names]
         return schemas.Forgotten(**{what: sum(deleted[what] for deleted in found) for what in found[0]})
 
 

@@ -43,7 +43,10 @@ def _queries(body: schemas.Inference) -> list[schemas.Query]:
     if "history" not in given:
         raise ValueError("inputs: the tensor history is missing")
     history_NL = _rows(given["history"])
-    user_N = [next(iter(row), "") for row in _rows(given["user"])] if "user" in given else [""] * len(history_NL)
+    user_N1 = _rows(given["user"]) if "user" in given else [[""]] * len(history_NL)
+    if any(len(row) > 1 for row in user_N1):
+        raise ValueError("inputs: the tensor user has several users in a row")
+    user_N = [next(iter(row), "") for row in user_N1]
     if len(user_N) != len(history_NL):
         raise ValueError(f"inputs: {len(history_NL)} histories, but {len(user_N)} users")
     return [
@@ -55,6 +58,9 @@ def _queries(body: schemas.Inference) -> list[schemas.Query]:
 def _rows(tensor: schemas.TextTensor) -> list[list[str]]:
     """Return the elements of a tensor, a list per entry of the first dimension."""
     rows, width = (*tensor.shape, 1, 1)[:2]
+    nested = [row for row in tensor.data if not isinstance(row, str)]
+    if nested and (len(tensor.data) != rows or any(len(row) != width for row in nested)):
+        raise ValueError(f"inputs: {tensor.name} has rows that do not fit its shape {tensor.shape}")
     flat = [one for row in tensor.data for one in ([row] if isinstance(row, str) else row)]
     if not tensor.shape or len(flat) != rows * width:
         raise ValueError(f"inputs: {tensor.name} has {len(flat)} elements, which do not fit its shape {tensor.shape}")

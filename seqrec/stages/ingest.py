@@ -112,7 +112,6 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig, events: Path | 
     publications = source.publications
     _clear(output, publications, mirror_of(config))
     found, counts = _read(output, publications, downloads, config, events)
-    _keep_raw(output / "raw" / config.source, found)
     artifacts.write_json(
         output / artifacts.SOURCE_CARD,
         {
@@ -140,8 +139,13 @@ def _read(
     """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
     for last in (False, True):
         publication, found = obtain(publications, config, downloads)
+        before = _states(found)
         try:
-            return found, _write_tables(output, publication, found, config, events)
+            counts = _write_tables(output, publication, found, config, events)
+            _keep_raw(output / "raw" / config.source, found)
+            if changed := [file.name for file, state in _states(found).items() if state != before[file]]:
+                raise ValueError(f"{changed[0]} changed while it was read: ingest a copy of it")
+            return found, counts
         except DamagedFileError as error:
             if not set_aside(error.path, downloads, error) or last:
                 raise
@@ -291,6 +295,10 @@ def _keep_raw(folder: Path, found: dict[str, SourceFile]) -> None:
     for role, file in found.items():
         with artifacts.written(folder / _raw_name(role, found)) as partial:
             shutil.copyfile(file.path, partial)
+
+
+def _states(found: dict[str, SourceFile]) -> dict[Path, tuple[int, int]]:
+    return {file.path: ((now := file.path.stat()).st_size, now.st_mtime_ns) for file in found.values()}
 
 
 def _raw_name(role: str, found: dict[str, SourceFile]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from support import Quiet, contents, listening
 
 from seqrec.config import IngestConfig
-from seqrec.data import download, readers
+from seqrec.data import download, readers, sources
 from seqrec.data.download import DownloadError, NotThereError, extract, obtain, pip_download, verify
 from seqrec.data.sources import Archive, File, Publication
 from seqrec.stages.ingest import ingest
@@ -140,6 +140,25 @@ def test_a_connection_that_keeps_dropping_gets_there_bit_by_bit(server, tmp_path
     server.drop_after = 30
     assert download.download(f"{server.url}/a.dat", tmp_path, retries=0).read_bytes() == bytes(range(100))
     assert [asked for _, asked in server.log] == ["", "bytes=30-", "bytes=60-", "bytes=90-"]
+
+
+def test_attempts_that_begin_anew_end(server, tmp_path):
+    server.files["a.dat"], server.version = bytes(range(100)), ""
+
+    def longer(request, body, send=server.send):
+        server.drop_after += 10
+        send(request, body)
+
+    server.send = longer
+    with pytest.raises(DownloadError, match=r"\(3 attempts\)"):
+        download.download(f"{server.url}/a.dat", tmp_path, retries=2)
+
+
+@pytest.mark.parametrize("name", ["partial", "version"])
+def test_no_name_of_a_file_is_taken_for_a_file_of_the_download(server, tmp_path, name):
+    server.files[name], server.drop_after = bytes(range(100)), 30
+    found = download.download(f"{server.url}/{name}", tmp_path, retries=0)
+    assert found.read_bytes() == bytes(range(100))
 
 
 def test_the_attempts_end_and_their_pauses_double(server, tmp_path, monkeypatch):
@@ -371,6 +390,24 @@ def test_the_package_index_comes_last(index, server, tmp_path):
     assert origin_of(publications, tmp_path) == "pypi:tinyset==1.0!tinyset/ratings"
     server.files["set.zip"] = zipped(tmp_path / "x", {"set/ratings": b""}).read_bytes()
     assert origin_of(publications, tmp_path) == f"{server.url}/set.zip!set/ratings"
+
+
+def test_a_log_of_ones_own_and_its_items_may_be_in_two_places(server, tmp_path):
+    server.files["items.csv"] = b"item_id,title"
+    (tmp_path / "log.csv").write_text("user_id")
+    for log, items in ((str(tmp_path / "log.csv"), f"{server.url}/items.csv"), ("log.csv", f"{server.url}/items.csv")):
+        own = config(source="csv", interactions=log, items=items, mirror=str(tmp_path))
+        publication, found = obtain(sources.find(own).publications, own, tmp_path / "downloads")
+        assert publication.local
+        assert [path.read_bytes() for _, path, _ in found.values()] == [b"user_id", b"item_id,title"]
+
+
+def test_an_archive_is_looked_for_where_a_file_is_refused(server, tmp_path, caplog):
+    server.files["set.zip"] = zipped(tmp_path / "x", {"set/ratings": b"mirrored"}).read_bytes()
+    server.statuses = [403, 403]  # the file, and its gzip
+    publication = published(archive=Archive(name="set.zip", url=f"{CLOSED_PORT}/set.zip"))
+    assert origin_of([publication], tmp_path, mirror=server.url) == "mirror:set.zip!set/ratings"
+    assert "HTTP 403" in caplog.text
 
 
 def test_of_several_addresses_one_is_enough(server, tmp_path):

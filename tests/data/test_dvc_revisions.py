@@ -70,6 +70,7 @@ def test_each_revision_gives_the_tables_that_its_lock_records(project, tmp_path)
         lock = yaml.safe_load(git(folder, "show", f"{revision}:dvc.lock"))
         assert len(lock["stages"]["ingest"]["outs"]) == len(FILES)
         assert values["rows"] == 900
+        assert (output / "raw").is_dir()  # DVC asks for every output
     assert revisions[0][1] != revisions[1][1]
 
 
@@ -86,6 +87,27 @@ def test_a_wrong_revision_or_source_is_explained(project, tmp_path, changes, mes
 
     with pytest.raises(ConfigError, match=message):
         ingest(dataset="own", output=tmp_path / "data", downloads=tmp_path, config=config)
+
+
+def test_a_damaged_file_replaces_nothing(project, tmp_path):
+    folder, revisions = project
+    output = tmp_path / "data"
+    ingest(dataset="own", output=output, downloads=tmp_path, config=settings(folder, revisions[0][0]))
+    before = sha256(output / INTERACTIONS)
+    outs = yaml.safe_load(git(folder, "show", f"{revisions[1][0]}:dvc.lock"))["stages"]["ingest"]["outs"]
+    md5 = next(out["md5"] for out in outs if out["path"].endswith(INTERACTIONS))
+    with Repo(str(folder)) as repo:
+        (stored,) = Path(repo.config["remote"]["store"]["url"]).rglob(f"{md5[:2]}/{md5[2:]}")
+    content = stored.read_bytes()
+    stored.chmod(0o600)
+    stored.write_bytes(b"junk")
+    try:
+        with pytest.raises(ValueError, match=r"differs|cannot be read"):
+            ingest(dataset="own", output=output, downloads=tmp_path, config=settings(folder, revisions[1][0]))
+    finally:
+        stored.write_bytes(content)
+    assert not (output / SOURCE_CARD).exists()
+    assert sha256(output / INTERACTIONS) == before
 
 
 def test_a_lost_file_is_an_error(project, tmp_path):

@@ -24,7 +24,7 @@ def test_a_log_is_read_from_an_address_and_a_missing_one_is_named(tmp_path):
     (tmp_path / "log.csv").write_text(LOG)
 
     assert ingested(tmp_path, f"file://{tmp_path}/log.csv") == ["i1", "i2"]
-    with pytest.raises(ValueError, match=r"official: interactions: no file://.*none\.csv"):
+    with pytest.raises(ValueError, match=r"here: interactions: no file://.*none\.csv"):
         ingested(tmp_path, f"file://{tmp_path}/none.csv")
 
 
@@ -72,5 +72,5 @@ def test_a_log_goes_to_a_bucket_and_comes_back(bucket, tmp_path):
         file.write_text(LOG)
 
     assert ingested(tmp_path, f"{bucket}/own/log.csv") == ["i1", "i2"]
-    with pytest.raises(ValueError, match=r"official: interactions: no s3://logs/own/none\.csv"):
+    with pytest.raises(ValueError, match=r"here: interactions: no s3://logs/own/none\.csv"):
         ingested(tmp_path, f"{bucket}/own/none.csv")

@@ -24,7 +24,7 @@ from seqrec.__main__ import main
 from seqrec.config import ConfigError
 from seqrec.serving import events as module
 from seqrec.serving.async_store import AsyncStore, Kept
-from seqrec.serving.events import DAY, Event, Store, StoreError, UserHistory, dump
+from seqrec.serving.events import DAY, Event, Shown, Store, StoreError, UserHistory, dump
 from seqrec.serving.recommender import Recommender, Request
 
 
@@ -145,8 +145,13 @@ def test_what_is_old_or_of_a_user_is_deleted(store, monkeypatch):
     monkeypatch.setattr(module.time, "time", lambda: now + 3 * DAY)
     store.add([event(3)])
 
+    monkeypatch.setattr(module, "EXPIRED_AT_ONCE", 1)
     assert store.expire(2) == 1
     assert list(store.interactions(["view"])) == [("u", "i1", 3)]
+    monkeypatch.setattr(module.time, "time", lambda: now + 9 * DAY)
+    store.add([event(4), event(5)])
+    monkeypatch.setattr(module.time, "time", lambda: now + 19 * DAY)
+    assert store.expire(2) == 3
 
 
 @pytest.mark.parametrize("days", [3.5, 40.0])
@@ -249,7 +254,9 @@ def test_answers_by_user_are_those_of_the_history_and_follow_events(timed, store
         assert requests.delete(f"{address}/users/kim%0A", timeout=10).json()["events"] == 2  # also what has blanks
         assert requests.get(f"{address}/users/kim", timeout=10).json()["items"] == []
 
-        assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 6}
+        late = Shown(recommendation_id="late", user="anna", version="7", items=["i1"], at=now)
+        threading.Timer(0.3, store.show, [[late]]).start()  # by another process
+        assert requests.delete(f"{address}/users/anna", timeout=10).json() == {"events": 3, "answers": 7}
         assert ask(user="anna").json()["source"] == "popularity"
         events = [
             {"item": ""},

@@ -20,7 +20,7 @@ from support import running, service, until
 
 from seqrec.config import ServeConfig
 from seqrec.serving import http, schemas
-from seqrec.serving.batcher import Batcher, Served
+from seqrec.serving.batcher import Batcher, PassError, Served
 from seqrec.serving.metrics import Metrics
 from seqrec.serving.recommender import Request
 from seqrec.serving.rules import Attribute, Attributes
@@ -59,6 +59,31 @@ def test_a_malformed_body_is_refused_with_the_reason(address, text):
 
     assert answer.status_code in (400, 422)
     assert answer.json()["detail"]
+
+
+def test_who_makes_a_pass_fail_fails_alone(recommender):
+    failing, sizes = copy.copy(recommender), []
+
+    def answer(requests):
+        sizes.append(len(requests))
+        if any(request.diversity for request in requests):
+            raise RuntimeError("the weights are of another model")
+        return recommender.answer(requests)
+
+    async def ask():
+        batcher = Batcher(Served(failing, "1"), 8, lambda *_: None)
+        futures = batcher.answer([Request(history=["i1"], diversity=float(n == 1)) for n in range(4)])
+        working = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*futures, *batcher.answer([Request(history=["i2"])]), return_exceptions=True)
+        working.cancel()
+        return found
+
+    failing.answer = answer
+    found = asyncio.run(ask())
+
+    assert [isinstance(one, PassError) for one in found] == [False, True, False, False, False]
+    assert found[4][0].items == recommender.recommend(["i2"]).items
+    assert sizes == [5, 1, 1, 1, 1, 1]
 
 
 def test_passes_take_a_list_of_each_request_in_turn_up_to_a_cost(recommender):

@@ -79,6 +79,8 @@ def test_a_shorter_list_is_filled_up(address, recommender):
         ([], "the tensor history is missing"),
         ([tensor(["i1"], 1, 2)], "has 1 elements, which do not fit its shape [1, 2]"),
         ([tensor([["i1"], "i2"], 2, 1)], "valid list"),
+        ([tensor([["i1", "i2", "i3"], ["i4"]], 2, 2)], "rows that do not fit its shape [2, 2]"),
+        ([tensor(["i1"], 1, 1), tensor(["u1", "u2"], 1, 2, name="user")], "several users in a row"),
         ([tensor(["i1"], 1, 1), tensor(["i1"], 1, 1, name="times")], "'times' is unknown"),
         ([tensor(["i1"], 1, 1), tensor([], 2, 0, name="user")], "1 histories, but 2 users"),
         ([tensor(["i1"] * 1001, 1001, 1)], "at most 1000 histories"),

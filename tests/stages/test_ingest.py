@@ -2,13 +2,14 @@ import gzip
 import json
 import os
 import resource
+import threading
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from support import contents
+from support import contents, until
 
 from seqrec import artifacts
 from seqrec.config import ConfigError, IngestConfig
@@ -233,10 +234,39 @@ def test_a_wrong_checksum_fails(tmp_path):
         run(tmp_path, source="ml-1m", mirror=str(put(tmp_path / "m", **files)))
 
 
+def test_a_log_that_is_still_written_to_is_refused(tmp_path):
+    done = threading.Event()
+
+    def write():
+        until((tmp_path / "events.csv").exists)
+        with (tmp_path / "events.csv").open("a") as file:
+            while not done.wait(0.02):
+                print("u1,i1,1000000000", file=file, flush=True)
+
+    threading.Thread(target=write, daemon=True).start()
+    try:
+        with pytest.raises(ValueError, match=r"events\.csv changed while it was read"):
+            run_csv(tmp_path, events(100_000, 0))
+    finally:
+        done.set()
+
+
+def test_what_only_later_json_lines_have_is_read(tmp_path):
+    rows = [{"user_id": f"u{n}", "item_id": "i1", "timestamp": 10**9 + n, "pad": "x" * 100} for n in range(40_000)]
+    rows.append(rows[-1] | {"user_id": "last", "rating": 4.0})
+    run_csv(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), name="log.jsonl")
+
+    ratings = pq.read_table(tmp_path / "out/interactions.parquet")["rating"]
+    assert (ratings.null_count, ratings[-1].as_py()) == (40_000, 4.0)
+
+
 def test_a_checksum_of_an_own_file_is_verified(tmp_path):
     put(tmp_path, **{"events.csv": events(5, 0)})
     right = artifacts.sha256(tmp_path / "events.csv")
-    assert run_csv(tmp_path, events(5, 0), sha256={"interactions": right})["rows"] == 5
+    for digest in (right, right.upper()):  # as PowerShell writes it
+        assert run_csv(tmp_path, events(5, 0), sha256={"interactions": digest})["rows"] == 5
+    with pytest.raises(ValueError, match="interactions: a SHA-256 has 64 hexadecimal digits"):
+        run_csv(tmp_path, events(5, 0), sha256={"interactions": right[1:]})
     with pytest.raises(ValueError, match="SHA-256 is"):
         run_csv(tmp_path, events(6, 0), sha256={"interactions": right})
 
@@ -249,8 +279,8 @@ def test_a_checksum_of_an_own_file_is_verified(tmp_path):
         ({"source": "amazon-2018", "category": "Gifts"}, r"ingest\.category: .*its categories are .*Gift_Cards"),
         ({"source": "csv"}, r"ingest\.interactions: required by the source csv"),
         ({"source": "ml-1m", "category": "Books"}, r"ingest\.category: has no effect with the source ml-1m"),
-        ({"source": "ml-1m", "sha256": {"items": "0"}}, r"ingest\.sha256: has no effect"),
-        ({"source": "csv", "interactions": "x", "sha256": {"items": "0"}}, r"ingest\.sha256\.items: no such file"),
+        ({"source": "ml-1m", "sha256": {"items": "0" * 64}}, r"ingest\.sha256: has no effect"),
+        ({"source": "csv", "interactions": "x", "sha256": {"items": "0" * 64}}, r"ingest\.sha256\.items: no such file"),
         ({"source": "ml-1m", "mirror": "nowhere"}, r"ingest\.mirror .*nowhere"),
     ],
 )

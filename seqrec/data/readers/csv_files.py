@@ -92,16 +92,17 @@ def catalogue(path: Path, columns: Mapping[str, str], required: Sequence[str] = 
 def chosen_columns(
     path: Path, required: Sequence[str], optional: Sequence[str], columns: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return our name -> the file's for each of our columns that the file has.
+    """Return our name -> the file's for each of our columns that the file has, or JSON lines may have further down.
 
     Raises:
         ValueError: a required column is missing.
     """
     known, chosen = header(path), {}
+    open_ended = not parquet_files.is_parquet(path) and bool(keys(path))
     for name in (*required, *(name for name in optional if columns.get(name) != "")):
         column = columns.get(name, name)
         column = column if column in known else name
-        if column in known:
+        if column in known or (open_ended and name not in required):
             chosen[name] = column
         elif name in required:
             raise ValueError(

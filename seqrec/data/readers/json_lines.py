@@ -13,9 +13,10 @@ from typing import Any
 
 import polars as pl
 
-from seqrec.data.readers.blocks import HEADER_BYTES, Frames, read_lines
+from seqrec.data.readers.blocks import Frames, read_lines
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+FIRST_BYTES = 1 << 22  # in which each key is looked for
 
 
 def keys(path: Path) -> list[str]:
@@ -26,7 +27,7 @@ def keys(path: Path) -> list[str]:
     Raises:
         ValueError: the file is one JSON array, or an object spans several lines.
     """
-    lines = next((lines for lines in read_lines(path, size=HEADER_BYTES) if not lines.is_empty()), None)
+    lines = next((lines for lines in read_lines(path, size=FIRST_BYTES) if not lines.is_empty()), None)
     first = "" if lines is None else lines["_text"][0].strip()
     if first == "[" or first.startswith("[{"):
         raise ValueError(
