@@ -30,7 +30,7 @@ SCHEDULE = "seqrec {}"  # name of the schedule of a pipeline
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 ENDED = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED")
 FAILED_POLLS = 30  # in a row, after which `wait` gives up
-ANSWER_S = 60.0  # within which the server has to answer a request
+ANSWER_S = 60.0  # within which the server has to answer each attempt at a request
 EQUALS = 1  # an operation of KFP's filters
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Server:
             raise SubmissionError(f"{self.title}: {text}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise SubmissionError(
-                f"--host: {self.title} does not answer ({redacted(str(error), self.token, self.cookies)[:200]})"
+                f"--host: {self.title} does not answer ({redacted(str(error), self.token, self.cookies)[:300]})"
             ) from error
 
 
@@ -114,12 +114,12 @@ def _token_file() -> Path:
 
 
 def _limit_requests(client: kfp.Client) -> None:
-    """Let no request wait longer than `ANSWER_S`; the client itself passes no limit."""
+    """Let no attempt at a request wait longer than `ANSWER_S`; the client itself passes no limit."""
     rest = client._healthz_api.api_client.rest_client  # of all its interfaces
     request = rest.request
 
-    def limited(*arguments: Any, **options: Any) -> Any:
-        return request(*arguments, **{**options, "_request_timeout": options.get("_request_timeout") or ANSWER_S})
+    def limited(*arguments: Any, _request_timeout: Any = None, **options: Any) -> Any:
+        return request(*arguments, _request_timeout=_request_timeout or (ANSWER_S, ANSWER_S), **options)
 
     rest.request = limited
 

@@ -354,7 +354,7 @@ def fit(
     content = params.as_dict() | {"models": {}, "leaderboard": [], "tune": {}}  # which names models
     request = {"minutes": minutes, "model": model, "options": options, "pretrain": pretrain, "finetune": finetune}
     request |= {"seed": content["seed"], "split": data.card["split_sha256"]}
-    with _held(place):
+    with TRAINING, _held(place):
         refuse_others(place, PLAN, auto.PLAN)
         plan = Plan.load(place / PLAN, request)
         plan.params = plan.params or content
@@ -378,8 +378,7 @@ def fit(
                 raise ValueError(f"pretrain.{unused[0]}: {model} is not pre-trained with these options: leave it out")
             if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
-        with TRAINING:
-            train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
+        train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
 

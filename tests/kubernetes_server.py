@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -51,6 +52,7 @@ class Cluster:
         self.fail_next = 0  # so many jobs fail without running
         self.lose_next = 0  # so many are complete without running, as if their output had been lost
         self.hang = False  # jobs never end
+        self.slow = False  # questions wait for their answer
         self.unavailable = 0  # so many questions for a job are answered with 503
 
     def create(self, job: dict[str, Any]) -> None:
@@ -111,6 +113,8 @@ class _Handler(Quiet, BaseHTTPRequestHandler):
         match = PATH.fullmatch(self.path.partition("?")[0])
         jobs = self.server.cluster.jobs
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.server.cluster.slow:
+            time.sleep(1)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer(401, {"message": "who are you?"})
         elif match["namespace"] != NAMESPACE:

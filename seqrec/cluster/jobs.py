@@ -27,7 +27,7 @@ CONTAINER_SECURITY = {
     "capabilities": {"drop": ["ALL"]},
 }
 FAILED_POLLS = 30  # in a row, after which `finish` gives up
-ANSWER_S = 60.0  # within which the cluster has to answer a request
+ANSWER_S = 60.0  # within which the cluster has to answer each attempt at a request
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -336,7 +336,7 @@ class _Jobs:
 
     def _call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         try:
-            return function(**self.place, **arguments, _request_timeout=ANSWER_S)
+            return function(**self.place, **arguments, _request_timeout=(ANSWER_S, ANSWER_S))
         except self.failure as error:
             if error.status == 404 and "not found" in str(error.body) and self.name in str(error.body):
                 return None  # there is no such job

@@ -89,7 +89,7 @@ def model_settings(
     """
     given = {**(finetune or {}), **limits}
     own = OPTIONS.get(name, {})
-    if (options or {}).get("encoder", own.get("encoder")) != own.get("encoder"):
+    if (options or {}).get("encoder", AUTO) not in (AUTO, own.get("encoder")):
         own = {}  # they suit the other encoder
     ruled = auto_settings.options(name, shape) | own
     set_ = {option: value for option, value in (options or {}).items() if value != AUTO or option not in ruled}

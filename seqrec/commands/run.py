@@ -77,7 +77,7 @@ def run(
 
 def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> dict[str, float]:
     reports = out / "reports"
-    for name in (leaderboard.LEADERBOARD, REPORT_PAGE, *([VALIDATION] if data else [])):
+    for name in (leaderboard.LEADERBOARD, REPORT_PAGE, *([VALIDATION] if data and data != out / "data" else [])):
         (reports / name).unlink(missing_ok=True)  # of an earlier run; the first marks a finished one
     write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)

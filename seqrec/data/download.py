@@ -139,7 +139,7 @@ def _origins(publications: Sequence[Publication], config: IngestConfig) -> Itera
                 for file, of_file in zip(publication.files, names, strict=True)
             ]
             yield Origin("here", publication, here, [])
-        if mirror:
+        if mirror and any(names):
             archives = [archive.name, f"{PurePosixPath(archive.name).stem}/{archive.name}"] if archive else []
             held = [
                 [_held(mirror, name) for name in of_file] or (_official(file) if publication.local else [])
@@ -288,7 +288,7 @@ def digests_of_own_files(publications: Sequence[Publication], config: IngestConf
     for publication, folder in ((one, folder) for one in publications if one.local for folder in folders):
         paths = {file.role: [Path(folder, name) for name in _names(file)] for file in publication.files}
         found = {role: next(filter(Path.is_file, places), None) for role, places in paths.items()}
-        if all(found[file.role] for file in publication.files if file.required):
+        if all(found[file.role] for file in publication.files if file.required and not file.urls):
             return {role: artifacts.sha256(path) for role, path in found.items() if path}
     return {}
 

@@ -97,7 +97,7 @@ class Batcher:
                 await self.some.wait()
             recommender, version = self.served.current
             taken = [alone.popleft()] if alone else self._next()
-            waiting = self._able(recommender, [one for one in taken if not one[1].done()])
+            waiting = self._able(recommender, taken)
             if not waiting:
                 continue
             requests = [request for request, _ in waiting]
@@ -109,9 +109,9 @@ class Batcher:
                     alone.extend(waiting)
                     continue
                 logger.exception("a request failed")
-                for _, future in waiting:
-                    if not future.done():
-                        future.set_exception(PassError(str(error)))
+                [(_, future)] = waiting
+                if not future.done():
+                    future.set_exception(PassError(str(error)))
                 continue
             for (_, future), answer in zip(waiting, answers, strict=True):
                 if not future.done():  # the caller may have gone
@@ -143,6 +143,8 @@ class Batcher:
         """Return who can be answered; the others get the ValueError, and spoil nobody's batch."""
         able = []
         for request, future in waiting:
+            if future.done():  # the caller has gone
+                continue
             try:
                 recommender.check(request)
             except ValueError as error:

@@ -210,6 +210,8 @@ class Store:
                 yield connection
         except sa.exc.SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None  # its text may hold users and items
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(f"store: {self._url}: {error.strerror}") from None
 

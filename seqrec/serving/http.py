@@ -158,7 +158,7 @@ def _add_recommending(api: FastAPI, service: Service) -> None:
     @api.exception_handler(ImportError)  # of a package that only some models need
     @api.exception_handler(RuntimeError)
     async def failed(_: HTTPRequest, error: Exception) -> JSONResponse:
-        if not isinstance(error, PassError):  # which was logged once for all requests of the pass
+        if not isinstance(error, PassError):  # which was logged
             logger.error("the model failed", exc_info=error)
         return JSONResponse({"detail": "the model failed; the reason is in the log of the service"}, 503)
 

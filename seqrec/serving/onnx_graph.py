@@ -130,8 +130,8 @@ def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dic
     program.save(output / GRAPH)
     card = {"k": k, "inputs": given, "shortest": model.shortest, "seen": model.options.history}
     card |= {"reads": asdict(engine.reads), **identity(checkpoint.card)}
-    weights, run = (Recommender.of(checkpoint, each) for each in (engine, OnnxEngine(output, card)))
     try:
+        weights, run = (Recommender.of(checkpoint, each) for each in (engine, OnnxEngine(output, card)))
         _check_equal(weights, run, k)
     except ValueError:
         raise

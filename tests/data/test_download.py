@@ -399,6 +399,7 @@ def test_a_log_of_ones_own_and_its_items_may_be_in_two_places(server, tmp_path):
         own = config(source="csv", interactions=log, items=items, mirror=str(tmp_path))
         publication, found = obtain(sources.find(own).publications, own, tmp_path / "downloads")
         assert publication.local
+        assert set(download.digests_of_own_files([publication], own)) == {"interactions"}  # make repro sees its edits
         assert [path.read_bytes() for _, path, _ in found.values()] == [b"user_id", b"item_id,title"]
 
 

@@ -98,7 +98,7 @@ class _Page(Quiet, BaseHTTPRequestHandler):
             self.end_headers()
 
 
-@pytest.mark.parametrize(("path", "message"), [("", "the session has expired"), ("/slow", "does not answer")])
+@pytest.mark.parametrize(("path", "message"), [("", "the session has expired"), ("/slow", "timed out")])
 @pytest.mark.parametrize("name", ["submit", "upload"])
 def test_a_page_or_silence_is_not_taken_for_an_answer(command, monkeypatch, name, path, message):
     monkeypatch.setattr("seqrec.pipelines.client.ANSWER_S", 0.1)

@@ -1,5 +1,7 @@
 """Whatever a body holds, as the published schema has it or not, the service answers without a failure of its own."""
 
+from unittest import mock
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -7,6 +9,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from support import save, service
 
+from seqrec.serving import http
 from seqrec.serving.batcher import Served
 from seqrec.serving.events import Event, Store
 from seqrec.serving.recommender import Recommender
@@ -31,7 +34,10 @@ def api(prepared, tmp_path_factory):
     recommender = Recommender(saved.engine, drawn, saved.counts, ["", "0"], filter_seen=True, name="tisasrec")
     store = Store(f"sqlite:///{tmp_path_factory.mktemp('store')}/events.db")
     store.add([Event(event_id=user, user=user, item="1", kind="view", at=1.0) for user in ("", "0")])
-    with service(recommender, store=store, candidate=Served(recommender, "2")) as address:
+    with (
+        mock.patch.object(http, "WRITE_EVERY_S", 0),  # for which DELETE waits
+        service(recommender, store=store, candidate=Served(recommender, "2")) as address,
+    ):
         yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 

@@ -37,7 +37,8 @@ def test_every_shape_gives_settings_in_their_ranges(given):
     ruled = auto.finetune(given, {})
     assert 16 <= ruled["batch_size"] <= 256
     assert 5 <= ruled["epochs"] <= 100
-    for name, own in (*((name, {}) for name in REGISTRY), ("recformer", {"encoder": "text"})):
+    encoders = [("recformer", {"encoder": encoder}) for encoder in ("text", "auto")]
+    for name, own in (*((name, {}) for name in REGISTRY), *encoders):
         entry = {"architecture": name} | model_settings(name, given, {}, options=own)
         check(from_dict({"dataset": "any", "models": {name: entry}, "leaderboard": [name]}), ingests=False)
         options = parse(REGISTRY[name].Options, entry["options"], "options")
