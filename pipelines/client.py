@@ -59,15 +59,14 @@ class Server:
         """
         if not self.host and "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise SubmissionError("--host: no server is named, and this is no pod of a cluster; KFP_HOST is read, too")
+        has_token = not self.host and _token_file().is_file()
         with self.explained():
             client = kfp.Client(
                 host=self.host or IN_CLUSTER,
                 namespace=self.namespace or "none",  # without one it would wait half a minute for a server that refuses
                 existing_token=self.token or None,
                 cookies=self.cookies or None,
-                credentials=ServiceAccountTokenVolumeCredentials()
-                if not self.host and _token_file().is_file()
-                else None,
+                credentials=ServiceAccountTokenVolumeCredentials() if has_token else None,
                 ssl_ca_cert=self.ca_file or None,
                 verify_ssl=not self.insecure,
             )

@@ -257,11 +257,8 @@ class _Jobs:
         self.manifest, self.kind, self.name = manifest, manifest["kind"], manifest["metadata"]["name"]
         self.owner = {"metadata": {"ownerReferences": _owner()}}
         self.title = f"{self.kind} {namespace}/{self.name}"
-        self.api, self.failure, self.silence = (
-            client.CustomObjectsApi(),
-            client.ApiException,
-            urllib3.exceptions.HTTPError,
-        )
+        self.api = client.CustomObjectsApi()
+        self.failure, self.silence = client.ApiException, urllib3.exceptions.HTTPError
         group, version = manifest["apiVersion"].split("/")
         self.place = {"group": group, "version": version, "namespace": namespace, "plural": PLURALS[self.kind]}
 

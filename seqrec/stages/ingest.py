@@ -298,7 +298,8 @@ def _keep_raw(folder: Path, found: dict[str, SourceFile]) -> None:
 
 
 def _states(found: dict[str, SourceFile]) -> dict[Path, tuple[int, int]]:
-    return {file.path: ((now := file.path.stat()).st_size, now.st_mtime_ns) for file in found.values()}
+    states = {file.path: file.path.stat() for file in found.values()}
+    return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
 
 
 def _raw_name(role: str, found: dict[str, SourceFile]) -> str:

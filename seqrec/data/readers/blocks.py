@@ -11,6 +11,7 @@ import functools
 import gzip
 import io
 import logging
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,9 @@ def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
     pending: list[bytes] = []  # parts of a line whose end has not been read; joined once
     number = 1
     with opened(path) as stream:
-        while chunk := _read(stream, path, size or BLOCK_BYTES):
+        left = sys.maxsize if isinstance(stream, gzip.GzipFile) else path.stat().st_size  # a log may grow for ever
+        while chunk := _read(stream, path, min(left, size or BLOCK_BYTES)):
+            left -= len(chunk)
             chunk = chunk.replace(b"\r", b"\n") if mac else chunk
             end = chunk.rfind(b"\n") + 1
             if end:
