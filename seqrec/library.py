@@ -42,6 +42,7 @@ from seqrec.training.checkpoint import load_checkpoint
 if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
 
+OF_DATA = ("dataset", "datasets", "sources", "ingest", "validate", "prepare")  # settings of the tables
 EVENTS, ITEMS, PLAN = "events.parquet", "items.parquet", "fit.json"
 logger = logging.getLogger(__name__)
 TRAINING = threading.Lock()  # all threads share torch's random state, so that two trainings at once would change it
@@ -96,7 +97,7 @@ class Dataset:
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
         with _held(place):
-            refuse_others(place, auto.PLAN)
+            _refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: place / f"{name}.new" for name in files}
             try:
@@ -126,13 +127,18 @@ class Dataset:
             folder: folder that receives the tables; by default a temporary one.
 
         Raises:
-            ValueError: a setting is wrong, or the data cannot be read.
+            ValueError: a setting is wrong, the data cannot be read, or `folder` holds another dataset.
         """
         read = config.from_dict(params) if isinstance(params, Mapping) else config.load(Path(params))
         check(read)
         place, keep = _working(folder)
+        settings = {name: value for name, value in read.as_dict().items() if name in OF_DATA}
         with _held(place):
+            _refuse_others(place, auto.PLAN)
+            plan = Plan.load(place / auto.PLAN, {"settings": json.loads(json.dumps(settings)), "minutes": 0.0})
             run.prepare_data(read, place)
+            plan.done = ["data"]
+            plan.save()
         made = cls(place, read, keep=keep)
         made.split = str(made.card["protocol"])
         return made
@@ -237,8 +243,6 @@ class Model:
         """
         import polars as pl
 
-        if not isinstance(k, SupportsIndex):
-            raise ValueError(f"k: expected a whole number, not {k!r:.40}")
         for name in ("exclude", "allow"):
             if wanted.get(name) is not None:
                 wanted[name] = _ids(wanted[name])
@@ -246,7 +250,8 @@ class Model:
             wanted["times"] = _seconds(wanted["times"])
         if wanted.get("user") is not None:
             wanted["user"] = _ids([wanted["user"]])[0]
-        request = Request(history=_ids(history), k=int(k), **wanted)
+        k = k.__index__() if isinstance(k, SupportsIndex) else k  # of numpy
+        request = config.parse(Request, {**wanted, "history": _ids(history), "k": k}, "")
         answer = self.recommender.answer([request])[0]
         if answer.unknown:
             known = len(request.history) - answer.unknown
@@ -355,7 +360,7 @@ def fit(
     request = {"minutes": minutes, "model": model, "options": options, "pretrain": pretrain, "finetune": finetune}
     request |= {"seed": content["seed"], "split": data.card["split_sha256"]}
     with TRAINING, _held(place):
-        refuse_others(place, PLAN, auto.PLAN)
+        _refuse_others(place, PLAN, auto.PLAN)
         plan = Plan.load(place / PLAN, request)
         plan.params = plan.params or content
         plan.ease_items = 0 if minutes is None else auto.affordable_ease(minutes)
@@ -366,6 +371,7 @@ def fit(
             given = {"options": options or {}, "pretrain": pretrain or {}, "finetune": finetune or {}}
             entry |= {name: {**entry[name], **values} for name, values in given.items()}
             plan.set_model(model, entry)
+            pretrained = issubclass(REGISTRY[params.model(model).architecture], SelfSupervised)
         else:
             entry = settings({})
             check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
@@ -374,10 +380,10 @@ def fit(
             if not shape.described and {"text", "attributes"} & kind.needs_of(settled):
                 raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
             pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
-            if not pretrained and (unused := [name for name in pretrain or {} if name != "item_vectors"]):
-                raise ValueError(f"pretrain.{unused[0]}: {model} is not pre-trained with these options: leave it out")
             if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
                 raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
+        if not pretrained and (unused := [name for name in pretrain or {} if name != "item_vectors"]):
+            raise ValueError(f"pretrain.{unused[0]}: {model} is not pre-trained with these options: leave it out")
         train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())
         write_text(place / run.SETTINGS, config.from_dict(plan.params).as_yaml())
     return Model(place / "artifacts" / model / "finetuned", data, place / "reports" / model, keep)
@@ -388,7 +394,7 @@ def _baseline(data: Dataset, name: str, changed: Sequence[str], folder: str | Pa
         raise ValueError(f"{changed[0]}: {name} is a baseline, which has no such setting: leave it out")
     place, keep = _working(folder)
     with _held(place):
-        refuse_others(place, PLAN, auto.PLAN)
+        _refuse_others(place, PLAN, auto.PLAN)
         plan = Plan.load(place / PLAN, {"model": name, "split": data.card["split_sha256"]})
         plan.save(name)
         items = data.card["counts"]["items"]
@@ -415,6 +421,13 @@ def load(place: str | Path) -> Model:
         if not (folder / MODEL_CARD).is_file():
             raise ValueError(f"{place} holds no model")
         return Model(folder, keep=stack.pop_all())
+
+
+def _refuse_others(place: Path, *plans: str) -> None:
+    """Raise ValueError if `place` holds files, but none of `plans`, or a run of `seqrec auto`."""
+    refuse_others(place, *plans)
+    if (file := place / auto.PLAN).is_file() and read_json(file)["request"].get("minutes"):
+        raise ValueError(f"--out: {place} holds a run of `seqrec auto`: name a new folder")
 
 
 def _working(folder: str | Path | None) -> tuple[Path, Any]:

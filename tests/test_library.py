@@ -22,6 +22,7 @@ from seqrec import config
 from seqrec.__main__ import main
 from seqrec.models import REGISTRY
 from seqrec.models.gru4rec import GRU4Rec
+from seqrec.serving.rules import Attribute, Attributes
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.progress import ProgressBar
 
@@ -131,8 +132,21 @@ def test_recommendations_are_frames(data, model, caplog):
     for wrong, message in (("i3", "not 'i3'"), (None, "not None")):
         with pytest.raises(ValueError, match=f"expected a list of ids, {message}"):
             model.recommend(wrong)
-    with pytest.raises(ValueError, match="k: expected a whole number, not '5'"):
-        model.recommend(["i3"], k="5")
+    for wrong, message in (
+        ({"k": "five"}, "^k: .*integer"),
+        ({"diversty": 0.3}, "^diversty: unknown key; did you mean diversity"),
+        ({"filter": {"kind": "odd"}}, r"^filter\.kind\.list.*valid list"),
+        ({"boost": {"kind": {3: 2}}}, r"^boost\.kind\.3"),
+        ({"at": "now"}, "^at: .*number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.recommend(["i3"], **wrong)
+    kinds = Attribute([str(item % 3) for item in range(len(model.recommender.item_ids))])
+    model.recommender.attributes = Attributes({"kind": kinds})
+    ranged, listed = (model.recommend(["i3"], filter={"kind": one}) for one in ({"min": 1, "max": 1}, ["1"]))
+    model.recommender.attributes = Attributes({})
+    assert len(listed)
+    assert ranged.equals(listed)
     caplog.clear()
     model.recommend(["new", "i3"])
     model.recommend(["i3"])
@@ -246,6 +260,25 @@ def test_trainings_of_several_threads_are_those_of_one(data):
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(fit) for _ in range(2)]
     assert [made.result().card["weights_sha256"] for made in both] == [alone, alone]
+
+
+def test_a_folder_of_another_dataset_or_of_auto_is_refused(data, tmp_path):
+    settings = data.params.as_dict() | {"prepare": {"sample_users": 50}}
+    seqrec.Dataset.from_params(settings, folder=tmp_path)
+    assert (
+        seqrec.Dataset.from_params(settings | {"finetune": {"epochs": 1}}, folder=tmp_path).card["counts"]["users"]
+        == 50
+    )
+    for other in (
+        partial(seqrec.Dataset.from_params, data.params.as_dict()),
+        partial(seqrec.Dataset.from_frame, frame()),
+    ):
+        with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags"):
+            other(folder=tmp_path)
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto/auto.json").write_text('{"request": {"minutes": 3}, "params": {}, "done": []}')
+    with pytest.raises(ValueError, match="holds a run of `seqrec auto`"):
+        seqrec.fit(data, "sasrec", folder=tmp_path / "auto")
 
 
 def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):

@@ -76,6 +76,8 @@ def auto(
         about |= {"columns": columns, "time_format": time_format, "items": items}
         refuse_others(out, PLAN)
         plan = Plan.load(out / PLAN, about, free=["minutes"])
+        if plan.params:  # the folder may be a copy
+            plan.params["register"]["tracking_uri"] = auto_data.tracking_uri(out)
         plan.save()
         try:
             return _auto(plan, out)

@@ -38,6 +38,11 @@ def has_texts(folder: Path) -> bool:
     return item_tokens.described(folder.parent / ITEMS, sequences.read_vocabulary(folder)[0])
 
 
+def tracking_uri(out: Path) -> str:
+    """Return the address of the MLflow database of a run of `auto` in the folder `out`."""
+    return f"sqlite:///{out.resolve()}/mlflow.db"
+
+
 def prepare(plan: Plan, out: Path, console: Console) -> None:
     """Read, check and split the data, and put its settings into the plan; show the columns on `console`.
 
@@ -46,7 +51,7 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
     """
     ingest, timed = _source(plan, out, console)
     content: dict[str, Any] = {"dataset": "auto", "leaderboard": [], "models": {}, "ingest": ingest}
-    content |= {"evaluate": {}, "register": {"tracking_uri": f"sqlite:///{out.resolve()}/mlflow.db"}}
+    content |= {"evaluate": {}, "register": {"tracking_uri": tracking_uri(out)}}
     limits = {"min_date": "1970-01-01", "max_date": "5000-01-01", "max_duplicate_share": 1.0}
     content |= {"datasets": {"auto": {"validate": limits}}}
     try:

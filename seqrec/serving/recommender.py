@@ -11,7 +11,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,8 +48,8 @@ class Request:
 
     history: Sequence[str]  # oldest first
     k: int = 10
-    exclude: Collection[str] = ()  # items not to show
-    allow: Collection[str] | None = None  # the only items to show; None = all
+    exclude: Sequence[str] | Set[str] = ()  # items not to show
+    allow: Sequence[str] | Set[str] | None = None  # the only items to show; None = all
     filter: rules.Filter = field(default_factory=dict)  # attribute -> what an item to show must have
     boost: rules.Boost = field(default_factory=dict)  # attribute -> value -> how many times as likely
     quota: rules.Quota = field(default_factory=dict)  # attribute -> value -> items of the list that may have it

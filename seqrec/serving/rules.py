@@ -36,7 +36,7 @@ class NumberRange:
     max: float | None = None
 
 
-Condition = Sequence[str] | NumberRange  # one of these values; or a number within the range
+Condition = list[str] | NumberRange  # one of these values; or a number within the range
 Filter = Mapping[str, Condition]  # attribute -> condition; an item must meet all of them
 Boost = Mapping[str, Mapping[str, float]]  # attribute -> value -> how many times as likely its items are to be
 Quota = Mapping[str, Mapping[str, int]]  # attribute -> value -> items of a list that may have it

@@ -344,11 +344,13 @@ def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
         return {}
     old = Path(config.extend)
     users = (np.concatenate([np.diff(c.offsets.to_numpy()) for c in _lists(folder)]) for folder in (old, sequences))
-    items = (_item_events(folder) for folder in (old, sequences))
+    items = [_item_events(folder) for folder in (old, sequences)]
     report = {"users": drift.report(*users), "items": drift.report(*items)}
     for name, values in report.items():
         logger.info("%s: %s", name, ", ".join(f"{value:,} {key}" for key, value in values.items()))
-    return {"extends": {"split_sha256": read_json(old / artifacts.SPLIT_CARD)["split_sha256"], **report}}
+    absent = 1 + np.flatnonzero(items[1] == 0)  # numbers of items that are gone
+    split = read_json(old / artifacts.SPLIT_CARD)["split_sha256"]
+    return {"extends": {"split_sha256": split, **report}, "absent": absent.tolist()}
 
 
 def _item_events(sequences: Path) -> IntArray:

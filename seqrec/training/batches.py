@@ -46,7 +46,7 @@ def trained_users(data: Sequences, config: TrainConfig) -> Tensor:
     if config.user_share < 1:
         order = torch.randperm(len(trained), generator=torch.Generator().manual_seed(config.seed))
         able = order[trained[order]]  # a refit can train on more users, in the same order
-        trained = trained.index_fill(0, able[math.ceil(len(able) * config.user_share) :], value=False)
+        trained = trained.index_fill(0, able[math.ceil(len(able) * config.user_share - 1e-9) :], value=False)
     return trained
 
 

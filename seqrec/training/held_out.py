@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from seqrec.artifacts import SPLIT_CARD, VOCABULARY, read_json, read_table
 from seqrec.training.checkpoint import Checkpoint
 
 FILTERS = ("deduplicate", "k_core", "min_rating", "require_title", "newest_first")  # of a split card: events, and order
-SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", *FILTERS)  # of a split card: where training events end
+# Of a split card: where training events end, and the items that had no event at all.
+SPLIT = ("protocol", "val_users", "valid_cut", "split_sha256", "absent", *FILTERS)
 
 
 def split_of(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +49,13 @@ def held_out_now(checkpoint: Checkpoint, data: Path) -> str:
         return f"its training had other settings of the data ({names}), so some training events may now be held out"
     if now["k_core"]["user"] < 3:
         return f"under {now['protocol']}, the second event of a user trains until there is a third: min_user_events < 3"
-    items, still = checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"]
-    gone = len(items) - pc.sum(pc.is_in(items, value_set=still.combine_chunks())).as_py()
+    gone = len(_present(checkpoint.vocabulary, before) - _present(read_table(data / VOCABULARY), now))
     if gone:
         return f"{gone} of its items no longer exist, so under {now['protocol']} earlier events are held out"
     return ""
+
+
+def _present(vocabulary: pa.Table, split: Mapping[str, Any]) -> set[str]:
+    """Return the ids of the items that have events, which with `prepare.extend` not all have."""
+    absent = pa.array(split.get("absent", ()), pa.int32())
+    return set(vocabulary["item_id"].filter(pc.invert(pc.is_in(vocabulary["item"], value_set=absent))).to_pylist())

@@ -112,6 +112,7 @@ def test_a_dump_that_extends_another_keeps_its_numbers(tmp_path):
     assert (growth["users"]["known"], growth["users"]["new"], growth["users"]["gone"]) == (30, 15, 1)
     assert (growth["items"]["known"], growth["items"]["new"], growth["items"]["gone"]) == (30, 20, 1)
     assert growth["items"]["drift"] > 0.25
+    assert read_json(second / "split.json")["absent"] == [1 + names(first, "vocabulary.parquet", "item_id").index("i7")]
 
     data = sequences.load(second)
     place = names(second, "users.parquet", "user_id").index("u3")

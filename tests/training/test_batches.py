@@ -124,6 +124,8 @@ def test_the_users_of_a_share_are_a_draw_of_the_seed():
         config = FinetuneConfig(seed=seed, user_share=0.1)
         return set(batches.windows(data, Options(), config, generator).user.tolist())
 
+    for share, number in ((0.07, 7), (0.28, 28), (0.55, 55)):
+        assert int(batches.trained_users(made_of([5] * 100), FinetuneConfig(user_share=share)).sum()) == number
     one, other = users(3), users(7)
     assert [len(one), len(other)] == [20, 20]
     assert len(one & other) < 10

@@ -131,16 +131,19 @@ def events(folder, first, stop):
         (OLD, {}, {"min_item_events": 25}, False),
         (TIED, {}, {"newest_first": True}, False),
         ([row for row in OLD if row[1] != "i3"], {}, {}, False),
+        ([row for row in OLD if row[1] != "i3"], {}, {"extend": "old"}, False),
+        (LATER, {"extend": "older"}, {"extend": "old"}, True),  # whose item is gone since before the training
         ([*OLD, ("short", "i3", 9)], {"min_user_events": 2}, {"min_user_events": 2}, False),
     ],
 )
 def test_a_champion_that_was_trained_on_what_is_held_out_now_is_not_used(tmp_path, caplog, rows, before, now, used):
     if now.get("protocol") == "LOO-101":
         rows = [*rows, *((f"c{n % 20}", f"j{n}", n) for n in range(200))]
-    folders = [
-        prepare_rows(tmp_path / name, log, **{"min_item_events": 1, **config})
-        for name, log, config in (("old", TIED if rows is TIED else OLD, before), ("new", rows, now))
-    ]
+    older, folders = [*OLD, *((f"c{n}", "bygone", n) for n in range(9))], []
+    prepare_rows(tmp_path / "older", older, min_item_events=1)
+    for name, log, config in (("old", TIED if rows is TIED else OLD, before), ("new", rows, now)):
+        extend = {"extend": str(tmp_path / config["extend"] / "sequences")} if "extend" in config else {}
+        folders.append(prepare_rows(tmp_path / name, log, **{"min_item_events": 1, **config, **extend}))
     write_champion(tmp_path / "champion", folders[0], "sasrec")
     net = new_model(folders[1], "sasrec")
 
