@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors import SafetensorError
 
+from seqrec.errors import RetryableError
+
 ROOT = Path(__file__).parent.parent  # where models, seqrec and params.yaml lie
 
 # ingest -> validate, prepare
@@ -131,7 +133,7 @@ UNREADABLE = (  # what readers raise, those of JSON with an unexpected shape amo
 )
 
 
-class DamagedError(ValueError):
+class DamagedError(RetryableError):
     """A file is cut short or altered; the message says which one, and what writes it again."""
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from seqrec.errors import RetryableError
+
 NAME = ".lock"  # name of the lock file of a folder
 
 
-class LockedError(ValueError):
+class LockedError(RetryableError):
     """Another process holds the lock; the message says which, and since when."""
 
 

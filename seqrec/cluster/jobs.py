@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec.config import ConfigError, KubernetesConfig, LaunchConfig, StepResources
+from seqrec.errors import RetryableError
 from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def _owner() -> list[dict[str, Any]]:
     return [{"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}] if name and uid else []
 
 
-class NoAnswerError(ValueError):
+class NoAnswerError(RetryableError):
     """The cluster does not answer, or only that it cannot just now."""
 
 

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
-from seqrec.artifacts import DamagedError, read_json, rename, replaced, sha256, write_json, write_text
+from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
 from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
 from seqrec.config import LaunchConfig, parse
-from seqrec.data.download import DownloadError
-from seqrec.locks import LockedError
+from seqrec.errors import RetryableError
 from seqrec.pipeline import BY_NAME
-from seqrec.tracking.runs import TrackingError
 
 HANDED = {  # stage -> inputs and outputs of its job
     "prepare": (("data", "validation"), "sequences"),
@@ -84,7 +82,7 @@ def run_model(stage: str, **arguments: Any) -> dict[str, float]:
             return {}
     try:
         return run(stage, **arguments)
-    except (DamagedError, DownloadError, LockedError, TrackingError):
+    except RetryableError:
         raise
     except (ValueError, FloatingPointError) as error:
         if _place(stage).launch != LaunchConfig():

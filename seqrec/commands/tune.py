@@ -25,16 +25,15 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from seqrec.artifacts import SPLIT_CARD, DamagedError, inputs_of, read_json, rename, write_json, write_text
+from seqrec.artifacts import SPLIT_CARD, inputs_of, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
-from seqrec.data.download import DownloadError
-from seqrec.locks import LockedError, locked
+from seqrec.errors import RetryableError
+from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import STAGES
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
-from seqrec.tracking.runs import TrackingError
 from seqrec.training.auto_settings import settled
 from seqrec.training.progress import LogEpoch
 from seqrec.training.resume import fingerprint
@@ -253,7 +252,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
         value, outcome = _train(search, trial.params, sequences, work, folder, log), TrialState.COMPLETE
     except optuna.TrialPruned:
         pass
-    except (DamagedError, DownloadError, LockedError, TrackingError):  # none of the values; the trial continues later
+    except RetryableError:  # none of the values; the trial continues later
         raise
     except (ValueError, FloatingPointError, MemoryError, RuntimeError) as error:  # a diverging loss, too large batches
         logger.warning("trial %d has no result: %s", trial.number, error)

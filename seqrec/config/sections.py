@@ -448,8 +448,11 @@ class KubernetesConfig(Section):
         variables = [*self.environment, *(name for keys in self.secrets.values() for name in keys.values())]
         names = [*filter(None, [self.service_account]), *self.secrets, *self.image_pull_secrets]
         claims = [*filter(None, (self.state_claim, self.data_claim))]
-        kinds = (("an environment variable", VARIABLE, variables), ("a resource", NAME, names))
-        for what, form, given in (*kinds, ("a claim's volume", CLAIM, claims)):
+        for what, form, given in (
+            ("an environment variable", VARIABLE, variables),
+            ("a resource", NAME, names),
+            ("a claim's volume", CLAIM, claims),
+        ):
             wrong = [name for name in given if not form.fullmatch(name)]
             require(not wrong, f"{wrong[:1]} cannot be the name of {what} in Kubernetes")
         require(not jobs or self.user is not None, f"user: jobs ({', '.join(jobs)}) need a number, not null")

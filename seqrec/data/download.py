@@ -36,6 +36,7 @@ from seqrec.config import ConfigError, IngestConfig
 from seqrec.data import stores
 from seqrec.data.readers.blocks import opened
 from seqrec.data.sources import File, Publication, file_name
+from seqrec.errors import RetryableError
 from seqrec.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ CORRUPT_ZIP = (
     *(ValueError, KeyError, IndexError, OverflowError, OSError),
 )
 TRANSPORT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError, stores.TransferError)
+VERSION = "version"  # beside a partial download: the server's version of its file
 
 
-class DownloadError(ValueError):
+class DownloadError(RetryableError):
     """A file cannot be fetched, or fails verification."""
 
 
@@ -164,9 +166,6 @@ def _official(file: File) -> list[Place]:
 def _held(mirror: str, name: str) -> Place:
     address = f"{mirror.rstrip('/')}/{name}" if _is_url(mirror) else str(Path(mirror, name))
     return Place(f"mirror:{name}", address)
-
-
-VERSION = "version"  # beside a partial download: the server's version of its file
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from seqrec.config import RegisterConfig
+from seqrec.errors import RetryableError
 from seqrec.locks import locked
 from seqrec.redaction import redacted, split_credentials
 
@@ -75,7 +76,7 @@ Record = Mapping[str, Any]
 Dated = tuple[Record, int, float]  # with its step, and the time in seconds since 1970
 
 
-class TrackingError(ValueError):
+class TrackingError(RetryableError):
     """A request to the tracking server failed; the message names the setting of its address."""
 
 

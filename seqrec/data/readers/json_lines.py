@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -22,11 +23,19 @@ FIRST_BYTES = 1 << 22  # in which each key is looked for
 def keys(path: Path) -> list[str]:
     """Return the keys of the first objects of a file with an object per line; none if the file is no such file.
 
+    They are read once for each state of the file, of which several readers ask for them.
+
     `user.id` is the key `id` of the object `user`. Keys with nothing but lists, or objects in objects, are left out.
 
     Raises:
         ValueError: the file is one JSON array, or an object spans several lines.
     """
+    state = path.stat()
+    return list(_keys(path, state.st_size, state.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=8)
+def _keys(path: Path, *_: int) -> tuple[str, ...]:
     lines = next((lines for lines in read_lines(path, size=FIRST_BYTES) if not lines.is_empty()), None)
     first = "" if lines is None else lines["_text"][0].strip()
     if first == "[" or first.startswith("[{"):
@@ -34,14 +43,15 @@ def keys(path: Path) -> list[str]:
             f"{path.name} is one JSON array: write an object per line instead, without brackets around them"
         )
     if lines is None or not first.startswith("{"):
-        return []
+        return ()
     objects = [value for text in lines["_text"] if isinstance(value := _object_or_none(text), dict)]
     if not objects:
         raise ValueError(f"{path.name}: no line is a JSON object: write each object on a line of its own")
     flat = [_flattened(value) for value in objects]
     nested = {key for value in (*objects, *flat) for key in value if isinstance(value[key], (list, dict))}
     single = {key for value in flat for key in value if not isinstance(value[key], (list, dict, type(None)))}
-    return [key for key in dict.fromkeys(key for value in flat for key in value) if key in single or key not in nested]
+    names = dict.fromkeys(key for value in flat for key in value)
+    return tuple(key for key in names if key in single or key not in nested)
 
 
 def _flattened(value: dict[str, Any]) -> dict[str, Any]:
