@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:  # the links are also checked where MkDocs is not installed
     from mkdocs.config.defaults import MkDocsConfig
@@ -54,6 +54,12 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Load the script that search needs in a folder from the site itself, not from another host."""
     place = os.path.relpath("iframe-worker.js", posixpath.dirname(page.url) or ".")
     return output.replace("https://unpkg.com/iframe-worker/shim", place)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for 404.html, which a server shows at any address."""
+    place = urlsplit(config.site_url or "/").path + "iframe-worker.js"
+    return output_content.replace("https://unpkg.com/iframe-worker/shim", place)
 
 
 def page(path: str) -> tuple[str, list[str]]:

@@ -17,17 +17,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
 import pytest
 import requests
+import sqlalchemy as sa
 import yaml
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from support import ROOT, YEAR_2001, free_port, write_interactions, write_settings
 
-from seqrec.serving.events import DAY, Event, Shown, Store
+from seqrec.serving.events import DAY, IMPRESSIONS, Event, Shown, Store, StoreError
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yaml").read_text())["services"]
 BIN = Path(sys.executable).parent
@@ -232,9 +234,7 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
         return tuple(vars(clicks).values())
 
     with postgres() as port:
-        settings = COMPOSE["postgres"]["environment"]
-        access = f"{settings['POSTGRES_USER']}:{SECRETS['POSTGRES_PASSWORD']}"
-        url = f"postgresql+psycopg://{access}@127.0.0.1:{port}/{settings['POSTGRES_DB']}"
+        url = store_url(port)
         with ThreadPoolExecutor(4) as pool:
             stores = list(pool.map(Store, [url] * 4))
         there = outcome(stores[0])
@@ -245,6 +245,44 @@ def test_the_store_of_events_is_the_same_on_postgresql(tmp_path):
     assert there == here
     assert there[:2] == [44, 0]
     assert all(gains[0][1] > 1 for gains in there[5:8])
+
+
+def store_url(port: int, database: str = COMPOSE["postgres"]["environment"]["POSTGRES_DB"]) -> str:
+    user = COMPOSE["postgres"]["environment"]["POSTGRES_USER"]
+    return f"postgresql+psycopg://{user}:{SECRETS['POSTGRES_PASSWORD']}@127.0.0.1:{port}/{database}"
+
+
+def test_the_store_where_postgresql_is_slow_busy_or_set_up_otherwise():
+    """A lock that is not given back, an answer shown while its user is deleted, another encoding and order of text."""
+    event = Event(event_id="1", user="u", item="日", kind="view", at=YEAR_2001)
+    with postgres() as port:
+        store = Store(store_url(port), patience_s=1)
+        store.add([event])
+        with store.engine.begin() as other:
+            other.execute(sa.text("LOCK TABLE events"))
+            with pytest.raises(StoreError, match="timeout"):
+                store.histories("u")
+        assert store.histories("u")["u"].items == ["日"]
+
+        def show(name: str) -> None:
+            store.show([Shown(recommendation_id=name, user="u", version="1", items=["a"], at=YEAR_2001)])
+
+        show("first")
+        sa.event.listen(store.engine, "after_cursor_execute", lambda *_: show("second"), once=True)
+        assert [store.forget("u"), store.forget("u")] == [{"events": 1, "answers": 1}, {"events": 0, "answers": 1}]
+        with store.engine.begin() as connection:
+            assert connection.execute(sa.select(IMPRESSIONS)).all() == []
+
+        for number, kind in enumerate(["ENCODING 'SQL_ASCII' LOCALE 'C'", "LOCALE_PROVIDER icu ICU_LOCALE 'en-US'"]):
+            with store.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                connection.execute(sa.text(f"CREATE DATABASE other{number} TEMPLATE template0 {kind}"))
+            other = Store(store_url(port, f"other{number}"))
+            other.add([replace(event, event_id=item, user=item, item=item) for item in "aBZ日😀"])
+            assert [item for item, _ in other.trending(1, 4, YEAR_2001 + 1)] == ["B", "Z", "a", "日"]
+            other.engine.dispose()
+        with pytest.raises(StoreError, match='database "none" does not exist; check --store'):
+            Store(store_url(port, "none"))
+        store.engine.dispose()
 
 
 def test_the_nightly_dump_has_the_tables_of_mlflow_and_of_the_events(tmp_path):

@@ -52,7 +52,8 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200p
 .scroll { overflow-x: auto; max-width: 100% } .scroll:focus-visible { outline: 2px solid #56B4E9 }
 table { border-collapse: collapse; margin: 1em 0 }
 caption { text-align: left; color: var(--soft); padding: 0 .7em .4em }
-th, td { padding: .2em .7em; text-align: left; vertical-align: top } tbody th { font-weight: inherit }
+th, td { padding: .2em .7em; text-align: left; vertical-align: top; overflow-wrap: anywhere }
+tbody th { font-weight: inherit }
 .board tbody th { white-space: nowrap }
 thead th { border-bottom: 1px solid var(--line); font-weight: bold }
 table:has(td.number) thead th + th { text-align: right }
@@ -86,11 +87,13 @@ const paint = layout => {
   for (const key of axes(layout)) Object.assign(layout[key], {gridcolor: grid, zerolinecolor: grid, linecolor: grid});
   return layout;
 };
-const stack = layout => {  // one panel a row
-  const panels = axes(layout).filter(key => key[0] == "x"), count = panels.length;
+const stack = ({data, layout}) => {  // one panel a row; those of a grid that have no trace stay away
+  const used = key => data.some(trace => (trace.xaxis || "x") == key.replace("axis", ""));
+  const panels = axes(layout).filter(key => key[0] == "x" && used(key)), count = panels.length;
   panels.forEach((key, place) => {
     const top = 1 - place / count, bottom = 1 - (place + 1) / count + (count > 1 ? 0.35 / count : 0);
     layout[key].domain = [0, 1];
+    if (layout[key].title) layout[key].title.font = {size: 11};
     layout["y" + key.slice(1)].domain = [bottom, top];
     const note = (layout.annotations || [])[place];
     if (note) Object.assign(note, {x: 0.5, y: top, font: {size: 11}});
@@ -101,7 +104,7 @@ const stack = layout => {  // one panel a row
 };
 const draw = place => {
   const figure = JSON.parse(place.dataset.figure || (place.dataset.figure = place.querySelector("script").textContent));
-  if (narrow.matches) stack(figure.layout);
+  if (narrow.matches) stack(figure);
   place.replaceChildren();
   Plotly.newPlot(place, figure.data, paint(figure.layout), {responsive: true, displayModeBar: false});
 };

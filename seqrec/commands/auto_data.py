@@ -129,7 +129,7 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
     found = [guess for guess in found if guess.name != "rating" and not (items and guess.name == "title")]
     if items:
         item = next(guess.column for guess in found if guess.name == "item_id")
-        found += column_guess.guess_items(Path(items["items"]), item, title)
+        found += column_guess.guess_items(Path(items["items"]), item, title, path)
     timed = all(guess.why != column_guess.ORDER for guess in found)
     _show(path, found, time_format, console)
     columns = {guess.name: guess.column for guess in found}
@@ -243,7 +243,7 @@ def _too_little(prepared: sequences.Sequences) -> str:
         if len(cases) < CASES:
             return f"only {len(cases)} {word} cases"
         if (known := float(prepared.trained(cases.user).double().mean())) < KNOWN:
-            return f"only {known:.0%} of the {word} cases belong to users with events before the first cut"
+            return f"only {known:.1%} of the {word} cases belong to users with events before the first cut"
     if card["test_cut"] - card["valid_cut"] < DAY:
         return "validation spans less than a day"
     return ""

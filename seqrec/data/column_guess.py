@@ -14,7 +14,7 @@ from typing import NamedTuple
 import polars as pl
 
 from seqrec.data.readers import blocks, csv_files, parquet_files
-from seqrec.data.readers.row_checks import MISSING, record_text
+from seqrec.data.readers.row_checks import MISSING, identifier, record_text
 from seqrec.data.readers.times import DAY_S, LARGEST_SECONDS, seconds
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
+OTHERWISE = 10  # times as many ids of the log as the column named for ids, and a tenth of all, has a better column
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event; lists in it, and objects in objects, are not read"
 NO_TIMES = (
@@ -180,16 +181,17 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     return sorted(found.values(), key=lambda one: list(WORDS).index(one.name)), time_format
 
 
-def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
+def guess_items(path: Path, item: str, title: str = "", log: Path | None = None) -> list[Guess]:
     """Return the columns of ids and, if there is one, of titles in a file of items.
 
     Args:
         path: a table, as for `guess`.
         item: column of the items in the log, which the file may have too.
         title: known column of the titles; empty: guess.
+        log: table of the events, with whose ids the columns are compared.
 
     Raises:
-        ValueError: the column of the titles is missing, or no column can hold the ids.
+        ValueError: the column of the titles is missing, no column can hold the ids, or the file has no header.
     """
     rows = _sample(path)
     names = rows.columns
@@ -199,6 +201,19 @@ def guess_items(path: Path, item: str, title: str = "") -> list[Guess]:
     distinct = [name for name in names if name != title and rows[name].n_unique() == len(rows)]
     named = [item] if item in names and not unnamed else _named("item_id", rows, {"title": title})
     ids = named or distinct
+    if log is not None:
+        known = set(identifier(_sample(log)[item]).drop_nulls())
+        if not unnamed and (first := [name for name in names if name in known]):
+            raise ValueError(
+                f"{path.name} has no header: its first line has the item {first[0]!r:.60}; write a line of column "
+                f"names above it, such as {item} and title"
+            )
+        shared = {name: len(known.intersection(identifier(rows[name]))) for name in names if name != title}
+        # The numbers of the rows may be ids too.
+        ranked = sorted(shared, key=lambda name: (-shared[name], name not in distinct, words_of(name)[-1:] != ["id"]))
+        least = max(OTHERWISE * shared[named[0]], len(known) / OTHERWISE) if named else 0
+        if ranked and shared[ranked[0]] > least:
+            named, ids = [], ranked
     if not ids:
         raise ValueError(
             f"{path.name}: none of the columns {', '.join(names):.300} looks like item_id; "
@@ -246,6 +261,8 @@ def _sample(path: Path) -> pl.DataFrame:
         why = ""
         if wrong is not None:
             why = f"; the first one, {wrong.select(record_text(wrong)).item(0, 0)!r:.80}: {wrong['_problem'][0]}"
+            if wrong["_problem"][0] == f"not {len(names)} columns":
+                why += "; the first line must have the names, or the values, of all columns, with no remark above it"
         raise ValueError(f"{path.name} has no rows that can be read{why}")
     every = len(rows) // INSPECTED_ROWS + 1
     rows = rows.filter(pl.int_range(pl.len()) // RUN_ROWS % every == 0)

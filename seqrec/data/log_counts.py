@@ -103,7 +103,7 @@ def on_spark(path: Path) -> LogCounts:
         ratings=engine.table(events.select("rating").unique()).to_native()["rating"],
         times=events.select("timestamp", "row").to_native(),
         rows=row["rows"].item(),
-        distinct_times=row["times"].item(),
+        distinct_times=row["times"].item() or 0,  # null of no rows
         first=row["first"].item(),
         last=row["last"].item(),
         events={name: table.drop_nulls(name)["events"].sort().to_numpy() for name, table in counts.items()},

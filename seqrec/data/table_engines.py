@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from seqrec.config import ConfigError
 
 Frame = nw.LazyFrame[Any]
 Table = nw.DataFrame[Any]
+SETTING = "prepare.engine, validate.engine: spark"  # of errors: either asks for it
 
 
 class Polars:
@@ -81,15 +83,25 @@ class Spark:
 
     def __init__(self) -> None:
         try:
+            from pyspark.errors import PySparkRuntimeError
             from pyspark.sql import SparkSession
         except ImportError as error:
-            raise ConfigError("prepare.engine: spark needs pyspark: pip install 'seqrec[spark]'") from error
-        self.session = SparkSession.builder.appName("seqrec prepare").getOrCreate()
+            raise ConfigError(f"{SETTING} needs pyspark: pip install 'seqrec[spark]'") from error
+        builder = SparkSession.builder.appName("seqrec prepare")
+        builder.config("spark.sql.caseSensitive", "true")  # items may have the attributes `genre` and `Genre`
+        try:
+            self.session = builder.getOrCreate()
+        except PySparkRuntimeError as error:  # Java's own message is on stderr
+            raise ConfigError(
+                f"{SETTING} needs Java 17 or newer, in JAVA_HOME or on the PATH, and valid Spark settings: {error}"
+            ) from error
 
     def read(self, path: Path) -> Frame:
         """Return the Parquet file `path`."""
         open_table(path)  # Spark's own error is not a ValueError
-        frame: Frame = nw.from_native(self.session.read.parquet(str(path)))
+        # not a pattern, and not on the cluster's default file system, from which the rest of seqrec does not read
+        local = "file://" + re.sub(r"[\\*?{}\[\]]", r"\\\g<0>", str(path.absolute()))
+        frame: Frame = nw.from_native(self.session.read.parquet(local))
         return frame
 
     def table(self, frame: Frame) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,7 +46,8 @@ IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
 LOCKED_MS = 10_000  # for which a statement waits while another process writes into a SQLite file
-MISSING = ("no such table", "does not exist")  # words of errors about a table that is not there
+NO_TABLE = "42P01"  # PostgreSQL's code
+MAKING = 0x5E09EC  # number of the lock of those that make tables
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()
@@ -140,14 +142,18 @@ class UserHistory:
 
 def store_url(url: str) -> str:
     """Return the URL of the store: as given, or as the environment has it; empty where there is none."""
-    return url or os.environ.get(VARIABLE, "")
+    return (url or os.environ.get(VARIABLE, "")).strip()  # a Secret made from a file ends with a line break
 
 
 class Store:
     """Events in a database; safe to use from several threads and processes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, patience_s: float | None = None) -> None:
         """Connect, and make the tables that are missing.
+
+        Args:
+            url: of the database.
+            patience_s: seconds to wait for an answer of PostgreSQL; None: for ever.
 
         Raises:
             ConfigError: the URL is of no kind of database that is supported, or other software made a table in it.
@@ -162,10 +168,15 @@ class Store:
         if self.engine.dialect.name not in kinds:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
         self._insert: Any = kinds[self.engine.dialect.name]
-        if self.engine.dialect.name == "sqlite":
+        self._sqlite = self.engine.dialect.name == "sqlite"
+        if self._sqlite:
             if self.engine.url.database in (None, "", ":memory:"):
                 raise ConfigError(f"store: {url} names no file, so it would keep nothing; {EXPECTED}")
             sa.event.listen(self.engine, "connect", _set_up_sqlite)
+        elif "@" in (self.engine.url.host or ""):
+            raise ConfigError("store: the password in the URL holds a @, which must be written as %40")
+        elif self.engine.dialect.driver == "psycopg":
+            _set_up_postgresql(self.engine, patience_s)
         self._make_tables()
 
     def _make_tables(self) -> None:
@@ -174,6 +185,8 @@ class Store:
         while True:
             try:
                 with self._connection() as connection:
+                    if not self._sqlite:  # of several that start at the same moment, one makes them
+                        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MAKING)))
                     self._check_tables(sa.inspect(connection))
                     TABLES.create_all(connection)
                 return
@@ -204,7 +217,7 @@ class Store:
             StoreError: the database does not answer, or refuses.
         """
         try:
-            if self.engine.dialect.name == "sqlite" and is_cut_short(Path(self.engine.url.database or "")):
+            if self._sqlite and is_cut_short(Path(self.engine.url.database or "")):
                 raise StoreError(self._damaged())
             with self.engine.begin() as connection:
                 yield connection
@@ -222,7 +235,7 @@ class Store:
         cause = getattr(error, "orig", None) or error
         if any(words in str(cause) for words in DAMAGE):
             return self._damaged()
-        if any(words in str(cause) for words in MISSING):
+        if "no such table" in str(cause) or getattr(cause, "sqlstate", None) == NO_TABLE:
             return f"store: {self._url} lacks a table: start the service again, which creates it"
         if isinstance(error, sa.exc.DataError | sa.exc.IntegrityError):  # the database quotes the value
             return f"store: {self._url} refused a value ({type(cause).__name__})"
@@ -270,13 +283,13 @@ class Store:
             time.sleep(PAUSE_S)  # others may write in between
 
     def _delete(self, events: sa.ColumnElement[bool], answers: sa.ColumnElement[bool]) -> dict[str, int]:
-        own = sa.select(ANSWERS.c.recommendation_id).where(answers)
+        shown = sa.delete(ANSWERS).where(answers).returning(ANSWERS.c.recommendation_id)
         with self._connection() as connection:
-            connection.execute(sa.delete(IMPRESSIONS).where(IMPRESSIONS.c.recommendation_id.in_(own)))
-            return {
-                "events": connection.execute(sa.delete(EVENTS).where(events)).rowcount,
-                "answers": connection.execute(sa.delete(ANSWERS).where(answers)).rowcount,
-            }
+            own = connection.scalars(shown).all()  # what another process writes meanwhile keeps its items
+            for first in range(0, len(own), EXPIRED_AT_ONCE):
+                some = IMPRESSIONS.c.recommendation_id.in_(own[first : first + EXPIRED_AT_ONCE])
+                connection.execute(sa.delete(IMPRESSIONS).where(some))
+            return {"events": connection.execute(sa.delete(EVENTS).where(events)).rowcount, "answers": len(own)}
 
     def show(self, lists: Sequence[Shown]) -> None:
         """Store what was shown, each item with its position."""
@@ -331,11 +344,12 @@ class Store:
         events = sa.select(EVENTS.c.item, latest).where(*within).group_by(*self._once()).subquery()
         recent = sa.func.sum(sa.case((events.c.at > began, 1), else_=0))
         gain = (recent + float(CAUTION)) / (sa.func.count() - recent + CAUTION)
+        item = events.c.item if self._sqlite else sa.collate(events.c.item, "C")  # by bytes, as SQLite does
         chosen = (
             sa.select(events.c.item, gain)
             .group_by(events.c.item)
             .having(recent > 0)
-            .order_by(gain.desc(), recent.desc(), events.c.item)
+            .order_by(gain.desc(), recent.desc(), item)
             .limit(k)
         )
         with self._connection() as connection:
@@ -385,8 +399,8 @@ class Store:
 
     def _once(self) -> tuple[sa.ColumnElement[Any], ...]:
         """Return what to group by, so that an event that was received and later imported counts once."""
-        sqlite = self.engine.dialect.name == "sqlite"  # which may lack floor; its cast cuts off, PostgreSQL's rounds
-        second = sa.cast(EVENTS.c.at, sa.BigInteger) if sqlite else sa.func.floor(EVENTS.c.at)
+        # SQLite may lack floor; its cast cuts off, PostgreSQL's rounds
+        second = sa.cast(EVENTS.c.at, sa.BigInteger) if self._sqlite else sa.func.floor(EVENTS.c.at)
         return EVENTS.c.user, EVENTS.c.item, second
 
 
@@ -403,6 +417,32 @@ def _history(connection: sa.Connection, user: str, most: int) -> UserHistory:
             past.items.append(item)
             past.times.append(at)
     return past
+
+
+def _set_up_postgresql(engine: sa.Engine, patience_s: float | None) -> None:
+    """Send UTF-8, whatever the database's own encoding, and give up a server that does not answer in time.
+
+    The limit is the client's, because a server that stands still runs no timer, while its machine keeps TCP alive.
+    """
+    import psycopg
+
+    defaults: dict[str, Any] = {"client_encoding": "utf8"}
+    if patience_s is not None:
+        defaults["connect_timeout"] = math.ceil(patience_s)
+
+    class Connection(psycopg.Connection[Any]):  # type: ignore[misc]
+        def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+            try:
+                return super().wait(gen, interval, timeout or patience_s)
+            except psycopg.OperationalError:
+                if self.pgconn.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:  # it gave no answer
+                    self.pgconn.finish()
+                raise
+
+    def connect(_: Any, __: Any, arguments: Any, options: Any) -> Any:
+        return Connection.connect(*arguments, **{**defaults, **options})
+
+    sa.event.listen(engine, "do_connect", connect)
 
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:

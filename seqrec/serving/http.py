@@ -30,7 +30,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_s
 from starlette.convertors import PathConvertor, register_url_convertor
 
 import seqrec
-from seqrec.artifacts import GRAPH_CARD, MODEL_CARD, read_json
+from seqrec.artifacts import GRAPH_CARD, MAX_ID_LENGTH, MODEL_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
 from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
@@ -63,7 +63,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     404: {"description": "there is no candidate"},
     413: {"description": "the lists cost too much together"},
 }
-Text = Annotated[str, Query(max_length=200)]
+Text = Annotated[str, Query(max_length=MAX_ID_LENGTH)]
 Days = Annotated[float, Query(gt=0, le=3_650, description="length of the window; it is compared with the one before")]
 Number = Annotated[int, Query(ge=1, le=schemas.MAX_ITEMS, description="items wanted")]
 
@@ -337,7 +337,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     with bound(options.host, options.port) as listener:
         load, version = _served(dataset, config, options)
         candidate = _candidate(config, options, version()) if options.candidate else None
-        service = app(load, version, options, store=Store(url) if url else None, candidate=candidate)
+        store = Store(url, patience_s=2 * options.timeout_s) if url else None
+        service = app(load, version, options, store=store, candidate=candidate)
         if options.metrics_port:
             try:
                 start_http_server(options.metrics_port, options.host, service.state.service.metrics.registry)

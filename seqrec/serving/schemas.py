@@ -67,6 +67,9 @@ class Body(BaseModel):
 class Query(Body):
     """A user's history, and the items to recommend; all ids are those of the data source."""
 
+    # What the page of the API sends first; without it, that would be every field with a value that no model knows.
+    model_config = ConfigDict(json_schema_extra={"examples": [{"history": ["50", "181"], "k": 10, "titles": True}]})
+
     history: list[Item] | None = Field(
         None,
         max_length=MAX_HISTORY,

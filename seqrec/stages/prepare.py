@@ -135,7 +135,8 @@ def _filter(engine: Engine, data: Path, config: PrepareConfig) -> tuple[Frame, N
         return rest
 
     if config.min_rating != 0:
-        events = counted("events under min_rating", events.filter(nw.col("rating") >= config.min_rating))
+        least = nw.lit(config.min_rating).cast(nw.Float32)  # the type of the ratings: 3.6 is not below 3.6
+        events = counted("events under min_rating", events.filter(nw.col("rating") >= least))
     if config.require_title:
         titled = engine.read(data / artifacts.ITEMS).filter(nw.col("title").fill_null("").str.len_chars() > 0)
         rest = events.join(engine.keep(titled.select("item_id")), on="item_id", how="semi")
@@ -220,7 +221,8 @@ def _extent(events: Frame) -> tuple[int, int, int]:
     counted = events.select(
         nw.len().alias("events"), nw.col("user").n_unique().alias("users"), nw.col("item").n_unique().alias("items")
     ).collect()
-    return int(counted["events"].item()), int(counted["users"].item()), int(counted["items"].item())
+    total, users, items = (int(counted[name].item() or 0) for name in counted.columns)  # on Spark, null of no rows
+    return total, users, items
 
 
 def _sample(engine: Engine, parts: list[Frame], people: Coded, config: PrepareConfig) -> list[Frame]:

@@ -333,7 +333,9 @@ def test_files_without_a_header_and_json_lines_lose_no_row(tmp_path, name):
     ("content", "message"),
     [
         (b"user,item,time\n", "log.csv has no rows"),
-        (b"user,item,time\n1,2\n3,4\n", "log.csv has no rows that can be read"),
+        (b"user,item,time\n1,2\n3,4\n", "log.csv has no rows that can be read.*not 3 columns; the first line must"),
+        (b"ORC\x08\x00\x03", "perhaps an archive or a binary table"),
+        (b'{"Item": {"user": {"S": "u"}, "ts": {"N": "1"}}}\n', "only lists and objects in objects"),
         (b"PK\x03\x04\x14\x00", "log.csv is a zip archive or an Excel file"),
         (b"BZh91AY&SY", "log.csv is compressed with bzip2"),
         (b'[{"user": 1, "item": 2, "time": 3}]', "is one JSON array: write an object per line"),
@@ -372,6 +374,34 @@ def test_columns_of_an_items_file(tmp_path, names, title, wanted):
     assert [one.column for one in found] == wanted.split()
     assert [one.name for one in found] == ["items.item_id", "items.title"][: len(found)]
     assert found[0].why == (FITTING if found[0].column == "code" else NAMED)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("index id name", "id name"),  # numbers, of which the log has none
+        ("row id name", "id name"),  # numbers that are also ids
+        ("name sku id", "id name"),
+        ("product id name", "id name"),
+    ],
+)
+def test_the_column_with_the_ids_of_the_log_is_that_of_the_items(tmp_path, names, wanted):
+    (tmp_path / "log.csv").write_text("user,product,time\n" + "".join(f"u,{n},{n}\n" for n in range(30)))
+    texts = {"name": "The {}", "sku": "s{}", "index": "9{}0", "product": "Thing {}"}
+    rows = [[texts.get(name, "{}").format(n) for name in names.split()] for n in range(1, 30)]
+    pl.DataFrame(rows, schema=names.split(), orient="row").write_csv(tmp_path / "items.csv")
+
+    found = guess_items(tmp_path / "items.csv", "product", log=tmp_path / "log.csv")
+
+    assert [one.column for one in found] == wanted.split()
+
+
+def test_a_first_item_is_no_header(tmp_path):
+    (tmp_path / "log.csv").write_text("user,item,time\nu,p0,5\nu,p1,6\n")
+    (tmp_path / "items.csv").write_text("p0,Prod 0\np1,Prod 1\n")
+
+    with pytest.raises(ValueError, match=r"items\.csv has no header: its first line has the item 'p0'"):
+        guess_items(tmp_path / "items.csv", "item", log=tmp_path / "log.csv")
 
 
 @pytest.mark.parametrize(

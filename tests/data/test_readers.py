@@ -429,11 +429,20 @@ def test_a_malformed_line_is_set_aside_alone(tmp_path, line, reason):
     [
         ("\t", 'u\t"Ten" (Remaster)\t5\t1', '"Ten" (Remaster)'),
         ("\t", 'u\t"Ten\t5\t1', '"Ten'),
+        ("|", 'u|"Ten" (Remaster)|5|1', '"Ten" (Remaster)'),
         (",", r'u,"The \"10\" song, live",5,1', 'The "10" song, live'),
     ],
 )
 def test_quotes_that_are_text_lose_no_event(tmp_path, by, line, item):
     assert rows(own(tmp_path, HEAD.replace(",", by) + f"{line}\n")) == [("u", item, 5, 1)]
+
+
+def test_quotes_at_the_ends_of_lines_of_a_table_join_no_lines(tmp_path):
+    """A quote that is text begins a title, and another one, far below, ends one."""
+    titles = ["one", '"Heroes', "two", 'Mix 12"', "three"]
+    text = "user_id\titem_id\ttimestamp\ttitle\n"
+    text += "".join(f"u\ti{n}\t{n}\t{title}\n" for n, title in enumerate(titles))
+    assert [row[1] for row in rows(own(tmp_path, text))] == [f"i{n}" for n in range(5)]
 
 
 NOTED = "user_id,item_id,timestamp,note\n"
@@ -568,6 +577,10 @@ def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch
         ("2020-01-01 00:00:01 UTC", 1577836801),
         ("2020-01-01T02:00:01+02:00", 1577836801),
         ("2020-01-01 02:00:01.5+0200", 1577836801),
+        ("2020-01-01 00:00:01,5", 1577836801),
+        ("2020-01-01T02:00:01.5+02:00[Europe/Berlin]", 1577836801),
+        ("2020-01-01 02:00:01 +0200 CEST", 1577836801),
+        ("637134336010000000", 1577836801),
         ("01/02/2020", None),
     ],
 )
@@ -637,6 +650,11 @@ def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
     with pytest.raises(ValueError, match=r"sequences or pairs .*set ingest\.lines"):
         of_lines(tmp_path, text)
     assert of_lines(tmp_path, text, lines="sequences")
+
+
+def test_a_table_without_times_is_no_lines_of_items(tmp_path):
+    with pytest.raises(ValueError, match="look like a table with blanks between columns, without a time"):
+        of_lines(tmp_path, "u a 5\nu b 4\nw a 3\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import synthetic_rows, write_interactions
 
-from seqrec.artifacts import read_json
+from seqrec.artifacts import read_json, sha256, write_json
 from seqrec.config import ConfigError, PrepareConfig, ValidateConfig
 from seqrec.data import table_engines
 from seqrec.stages.prepare import prepare
@@ -52,22 +52,30 @@ def prepared(folder, name, **settings):
 @needs_spark
 def test_spark_writes_the_bytes_that_polars_writes(tmp_path, session):
     """Titles, repeated pairs, a k-core of several rounds, a sample, two cuts, shards, and an earlier dump to extend."""
+    folder = tmp_path / "any[1]"  # no pattern
     rows = synthetic_rows(users=50, items=60)
     rows += rows[::7] + [(f"rare{n}", f"odd{n}", 1_000_000 + n) for n in range(9)] + [(user, "i1", 5) for user in "ab"]
-    write_interactions(tmp_path, rows[:200])
-    prepared(tmp_path, "before", min_user_events=2, min_item_events=2)
-    write_interactions(tmp_path, rows)
+    write_interactions(folder, rows[:200])
+    prepared(folder, "before", min_user_events=2, min_item_events=2)
+    write_interactions(folder, rows)
+    ratings = pa.array([1.0 if n % 9 == 0 else 3.6 for n in range(len(rows))], pa.float32())
+    table = pq.read_table(folder / "interactions.parquet")
+    pq.write_table(table.set_column(4, table.schema.field("rating"), ratings), folder / "interactions.parquet")
+    write_json(folder / "validation.json", {"success": True, "input_sha256": sha256(folder / "interactions.parquet")})
+    items = pq.read_table(folder / "items.parquet")
+    pq.write_table(items.append_column("Title", items["title"]), folder / "items.parquet")
     settings = {
         "protocol": "temporal",
+        "min_rating": 3.6,
         "require_title": True,
         "deduplicate": "first_pair",
         "sample_users": 40,
         "shard_events": 150,
-        "extend": str(tmp_path / "before"),
+        "extend": str(folder / "before"),
     }
 
-    polars = prepared(tmp_path, "polars", **settings)
-    spark = prepared(tmp_path, "spark", engine="spark", **settings)
+    polars = prepared(folder, "polars", **settings)
+    spark = prepared(folder, "spark", engine="spark", **settings)
 
     assert set(polars) == {"sequences.arrow", "vocabulary.parquet", "users.parquet", "negatives.arrow", "split.json"}
     assert spark == polars
@@ -110,7 +118,7 @@ def test_without_pyspark_the_setting_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyspark.sql", None)
 
     with (
-        pytest.raises(ConfigError, match=r"prepare\.engine: spark needs pyspark"),
+        pytest.raises(ConfigError, match=r"prepare\.engine, validate\.engine: spark needs pyspark"),
         table_engines.opened("spark", tmp_path),
     ):
         pass

@@ -247,6 +247,12 @@ def test_the_pages_for_people_need_no_other_server(address):
         assert "//" not in re.sub(r"^//.*|; //.*", "", file.read_text(), flags=re.M)  # but comments: no address
 
 
+def test_the_page_of_the_api_offers_a_request_that_is_answered(address):
+    schemas = requests.get(f"{address}/openapi.json", timeout=10).json()["components"]["schemas"]
+    (example,) = schemas["Query"]["examples"]
+    assert requests.post(f"{address}/recommend", json=example, timeout=10).status_code == 200
+
+
 def test_browsers_take_answers_for_what_they_are_called_and_load_nothing_from_elsewhere(address):
     for path in ("/", "/docs", "/redoc", "/docs/oauth2-redirect", "/popular", "/page/page.js", "/nothing"):
         answer = requests.get(f"{address}{path}", timeout=10)
@@ -295,12 +301,13 @@ def test_the_page_shows_titles_scores_filters_and_two_versions_in_a_browser(reco
     first.attributes = Attributes({"genre": Attribute(["Drama, Comedy", "Drama", None])})
     first.titles = second.titles = {item_id: f"<b>{item_id}</b>" for item_id in recommender.item_ids}
     with service(first, candidate=Served(second, "8")) as address:
-        page = dom(f"{address}/?history=i1&history=i2&similar=i3&search=nowhere", tmp_path / "profile")
+        history = f"history=i1&history=i2&history={'q' * 300}"  # the last is too long to search for
+        page = dom(f"{address}/?{history}&similar=i3&search=nowhere", tmp_path / "profile")
 
     champion, candidate = page.split('class="candidate"')
     for part, own in ((champion, first), (candidate, second)):
         shown = re.findall(
-            r'<li><span title="([^"]*)"[^>]*>([^<]*)</span><span[^>]*>([^<]*)</span><button[^>]*>why', part
+            r'<li><bdi title="([^"]*)"[^>]*>([^<]*)</bdi><span[^>]*>([^<]*)</span><button[^>]*>why', part
         )
         answer = own.recommend(["i1", "i2"], 10)
         assert [item for item, _, _ in shown] == answer.items

@@ -127,7 +127,10 @@ def header(path: Path) -> list[str]:
         raise ValueError(f"{path.name}: a column name appears twice in {_listed(names)}")
     for name in names:
         if "\0" in name:
-            raise ValueError(f"{path.name}: the column name {name!r:.60} contains a NUL character")
+            raise ValueError(
+                f"{path.name}: the column name {name!r:.60} contains a NUL character: this is no text, but perhaps an "
+                "archive or a binary table; unpack it, or save it as CSV, JSON lines or Parquet"
+            )
     for name in set(names) & set(RESERVED):
         raise ValueError(f"{path.name}: rename the column {name!r}: this name is reserved")
     return list(names)

@@ -130,7 +130,9 @@ def _split_quoted(
             if closing == ENDLESS and not last and _may_go_on(texts, first):
                 rest = first
                 break
-            if _fits(closing, first, len(names) - len(fields)):
+            if _fits(closing, first, len(names) - len(fields)) and not (
+                delimiter == "\t" and _are_records((text, texts[first + 1], texts[closing.line]), len(names))
+            ):
                 done, end, problem = closing.line, "closed", None
                 text = "\n".join(texts[first : done + 1])
                 fields = parse(text, delimiter).fields
@@ -145,10 +147,15 @@ def _split_quoted(
     return frame, lines[rest:]
 
 
+def _are_records(texts: Sequence[str], columns: int) -> bool:
+    """Return whether each line has all columns, so that quotes at their ends are text and join no lines."""
+    return columns > 1 and all(text.count("\t") == columns - 1 for text in texts)
+
+
 def _repaired(text: str, delimiter: str, columns: int) -> list[str] | None:
-    """Return the fields of a line with quotes after backslashes, or, between tabs, with quotes that are text."""
+    """Return the fields of a line with quotes after backslashes, or, between tabs, `::` or `|`, that are text."""
     fields, end = parse(text.replace('\\"', '""'), delimiter)
-    if end != "closed" and delimiter == "\t":
+    if end != "closed" and delimiter in ("\t", "::", "|"):
         fields, end = text.split(delimiter), "closed"
     return fields if end == "closed" and len(fields) == columns else None
 

@@ -31,7 +31,9 @@ def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
         times = times.str.strip_chars()
     whole = _whole_numbers(times)
     t = pl.col("t")
-    micro_or_nano = pl.when(t >= 10**17).then(t // 10**9).otherwise(t // 10**6)
+    ticks = t.is_between(621_355_968 * 10**9, 643 * 10**15)  # of .NET, 1970 to 2038; as ns, they are of 1989 and 1990
+    nano = pl.when(ticks).then(t // 10**7 - 62_135_596_800).otherwise(t // 10**9)
+    micro_or_nano = pl.when(t >= 10**17).then(nano).otherwise(t // 10**6)
     scaled = pl.when(t >= 10**14).then(micro_or_nano).when(t >= LARGEST_SECONDS).then(t // 10**3).otherwise(t)
     whole = pl.DataFrame({"t": whole}).select(scaled).to_series()
     return whole.fill_null(_iso_seconds(times)) if times.dtype == pl.String and whole.null_count() else whole
@@ -50,7 +52,9 @@ def _whole_numbers(times: pl.Series) -> pl.Series:
 
 
 def _iso_seconds(times: pl.Series) -> pl.Series:
-    text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
+    text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"(:\d\d),(\d)", "${1}.${2}")
+    text = text.str.replace(r"\[[A-Za-z_/+-]+\]$", "").str.replace(r" ([+-]\d{4}) [A-Z]{3,5}$", "${1}")  # Java, Go
+    text = text.str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
     parsed = _parsed(text, ISO[0])
     for pattern in ISO[1:]:
         if parsed.null_count():

@@ -48,7 +48,7 @@ function make(tag, text, more = {}) {
 
 function row(item, ...more) {
   const line = make("li", "");
-  line.append(make("span", named(item), { title: item }), ...more);
+  line.append(make("bdi", named(item), { title: item }), ...more);
   return line;
 }
 
@@ -227,13 +227,13 @@ async function start() {
   element("diversity").value = chosen.get("diversity") || "0";
   for (const one of element("rules").querySelectorAll("select")) one.value = chosen.get(`filter.${one.name}`) || "";
   alike = chosen.get("similar") || "";
-  const known = await Promise.all([...given, ...(alike ? [alike] : [])].map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`)));
+  const known = await Promise.all([...given, ...(alike ? [alike] : [])].map((item) => call(`/items?search=${encodeURIComponent(item)}&k=1`).catch(() => ({ items: [] }))));
   for (const item of known.flatMap((one) => one.items)) titles.set(item.item, item.title);
   if (user && !given.length) await take();
   else change(given);
   if (alike) await similar(alike);
-  await search();
   for (const name of ["popular", "trending"]) await everybody(name);
+  await search();
 }
 
 async function everybody(name) {
