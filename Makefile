@@ -35,6 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 	@touch $@
 
 lock:  ## write requirements.lock again after constraints.txt or pyproject.toml has changed; needs uv
+	$(if $(UV),,$(error needs uv: https://docs.astral.sh/uv/))
 	$(PYTHON) scripts/lock.py
 
 first: setup  ## train and register FLASH4Rec on MovieLens-100K in a few minutes, without DVC; writes runs/first

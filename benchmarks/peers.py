@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks import flops, meter, peer_data
+from seqrec.artifacts import SPLIT_CARD
 from seqrec.models.sasrec import SASRec
 from seqrec.training.utilisation import matmul_peak
 
@@ -100,7 +101,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--users", type=int, default=0, help="the first so many users alone, for a quick look; 0 = all")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not (options.sequences / SPLIT_CARD).is_file():
+        parser.error(f"--sequences: {options.sequences} holds no prepared dataset")
+    return options
 
 
 def make_environment(name: str) -> None:

@@ -57,6 +57,8 @@ def main() -> int:
     names = arguments.only.split(",") if arguments.only else list(EXPERIMENTS)
     if unknown := set(names) - set(EXPERIMENTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(EXPERIMENTS)}")
+    if not all(seed.strip().isdecimal() for seed in arguments.seeds.split(",")):
+        parser.error(f"--seeds: {arguments.seeds!r} is no list of numbers such as 42,43,44")
     for name in names:
         flags = ["--seeds", arguments.seeds, "--out", str(arguments.out.resolve() / name)]
         if status := subprocess.call([sys.executable, *EXPERIMENTS[name], *flags], cwd=ROOT):

@@ -181,7 +181,7 @@ def test_kserve_runs_the_pod_of_the_deployment(rendered):
     documents = rendered["kserve"]
     pod = only(rendered["cluster"], "Deployment")["spec"]["template"]
     predictor = only(documents, "InferenceService")["spec"]["predictor"]
-    for name in ("containers", "volumes", "securityContext"):
+    for name in ("containers", "volumes", "securityContext", "topologySpreadConstraints"):
         assert predictor[name] == pod["spec"][name]
     assert predictor["labels"].items() <= pod["metadata"]["labels"].items()
     gone = kinds(rendered["cluster"]) - kinds(documents)

@@ -429,8 +429,9 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
                 known = ", ".join(datasets(config))
                 known = f"models are registered of {known}, see --dataset" if known else "no model is registered"
                 raise TrackingError(
-                    f"{uri} is not in {server}: {known}; `make repro` registers models, and `seqrec registry show` "
-                    "lists their versions; a folder such as artifacts/sasrec/finetuned can be named as well"
+                    f"{uri} is not in {server}: {known}; `make repro` registers models, or `seqrec register` if "
+                    "DVC has fetched its results; `seqrec registry show` lists their versions; a folder such as "
+                    "artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(
                 f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"

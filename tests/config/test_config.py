@@ -64,7 +64,14 @@ PARAMS = {
         ("kubernetes", {"resources": {"fit": {}}}, "kubernetes: resources.fit: unknown step; known are default"),
         *(
             ("kubernetes", {"resources": {"default": {name: value}}}, f"kubernetes: resources.default: {name} must be")
-            for name, value in (("cpu", ""), ("cpu", "z"), ("cpu", "0.0"), ("memory", "1.5Gi"), ("shared_memory", "x"))
+            for name, value in (
+                ("cpu", ""),
+                ("cpu", "z"),
+                ("cpu", "0.0"),
+                ("memory", "1.5Gi"),
+                ("memory", "9K"),
+                ("shared_memory", "x"),
+            )
         ),
         *(
             ("kubernetes", setting, message)
