@@ -262,6 +262,7 @@ def test_the_store_where_postgresql_is_slow_busy_or_set_up_otherwise():
             other.execute(sa.text("LOCK TABLE events"))
             with pytest.raises(StoreError, match="timeout"):
                 store.histories("u")
+            assert other.execute(sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")).scalar() == 0
         assert store.histories("u")["u"].items == ["日"]
 
         def show(name: str) -> None:

@@ -88,7 +88,7 @@ const paint = layout => {
   return layout;
 };
 const stack = ({data, layout}) => {  // one panel a row; those of a grid that have no trace stay away
-  const used = key => data.some(trace => (trace.xaxis || "x") == key.replace("axis", ""));
+  const used = key => !data.length || data.some(trace => (trace.xaxis || "x") == key.replace("axis", ""));
   const panels = axes(layout).filter(key => key[0] == "x" && used(key)), count = panels.length;
   panels.forEach((key, place) => {
     const top = 1 - place / count, bottom = 1 - (place + 1) / count + (count > 1 ? 0.35 / count : 0);

@@ -87,7 +87,7 @@ SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
-OTHERWISE = 10  # times as many ids of the log as the column named for ids, and a tenth of all, has a better column
+OTHERWISE = 10  # a column with more than one in so many ids of the log is better than one named for ids that has none
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event; lists in it, and objects in objects, are not read"
 NO_TIMES = (
@@ -202,17 +202,19 @@ def guess_items(path: Path, item: str, title: str = "", log: Path | None = None)
     named = [item] if item in names and not unnamed else _named("item_id", rows, {"title": title})
     ids = named or distinct
     if log is not None:
-        known = set(identifier(_sample(log)[item]).drop_nulls())
-        if not unnamed and (first := [name for name in names if name in known]):
+        known = set(identifier(_sample(log)[item]).drop_nulls()) - {"", item}  # a header may be repeated
+        # Numbers that repeat, such as those of pages, may share more with a sample of the log than the ids do.
+        possible = [name for name in names if name in distinct or name in named[:1]]
+        shared = {name: len(known.intersection(identifier(rows[name]))) for name in possible}
+        if not unnamed and (first := [name for name in possible if name in known and shared[name]]):
             raise ValueError(
                 f"{path.name} has no header: its first line has the item {first[0]!r:.60}; write a line of column "
                 f"names above it, such as {item} and title"
             )
-        shared = {name: len(known.intersection(identifier(rows[name]))) for name in names if name != title}
         # The numbers of the rows may be ids too.
-        ranked = sorted(shared, key=lambda name: (-shared[name], name not in distinct, words_of(name)[-1:] != ["id"]))
-        least = max(OTHERWISE * shared[named[0]], len(known) / OTHERWISE) if named else 0
-        if ranked and shared[ranked[0]] > least:
+        ranked = sorted(shared, key=lambda name: (-shared[name], words_of(name)[-1:] != ["id"]))
+        least = len(known) / OTHERWISE if named else 0
+        if ranked and shared[ranked[0]] > least and not (named and shared[named[0]]):
             named, ids = [], ranked
     if not ids:
         raise ValueError(

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -436,6 +436,8 @@ def _set_up_postgresql(engine: sa.Engine, patience_s: float | None) -> None:
                 return super().wait(gen, interval, timeout or patience_s)
             except psycopg.OperationalError:
                 if self.pgconn.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:  # it gave no answer
+                    with suppress(psycopg.Error):  # or the server goes on with it, and holds one of its connections
+                        self.cancel_safe(timeout=1.0)
                     self.pgconn.finish()
                 raise
 

@@ -396,6 +396,26 @@ def test_the_column_with_the_ids_of_the_log_is_that_of_the_items(tmp_path, names
     assert [one.column for one in found] == wanted.split()
 
 
+@pytest.mark.parametrize(
+    ("log", "names", "title", "wanted"),
+    [
+        ("", "pages,title,item", "", "item title"),  # numbers that repeat
+        ("", "genre,item", "item", "item item"),  # the log has titles in place of ids
+        ("u,title,5\n", "item,title", "", "item title"),  # an item that is called like a column
+        ("user,item,time\n,,5\n", ",item,title", "", "item title"),  # files that were joined
+    ],
+)
+def test_a_column_named_for_ids_stays_where_it_has_some(tmp_path, log, names, title, wanted):
+    (tmp_path / "log.csv").write_text("user,item,time\n" + log + "".join(f"u,{n},{n}\n" for n in range(30)))
+    values = {"": "9{0}", "item": "{0}", "title": "T{0}", "genre": "g", "pages": "{1}"}
+    line = ",".join(values[name] for name in names.split(",")) + "\n"
+    (tmp_path / "items.csv").write_text(f"{names}\n" + "".join(line.format(n, n % 29) for n in range(29, 300)))
+
+    found = guess_items(tmp_path / "items.csv", "item", title, tmp_path / "log.csv")
+
+    assert [one.column for one in found] == wanted.split()
+
+
 def test_a_first_item_is_no_header(tmp_path):
     (tmp_path / "log.csv").write_text("user,item,time\nu,p0,5\nu,p1,6\n")
     (tmp_path / "items.csv").write_text("p0,Prod 0\np1,Prod 1\n")

@@ -580,6 +580,7 @@ def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch
         ("2020-01-01 00:00:01,5", 1577836801),
         ("2020-01-01T02:00:01.5+02:00[Europe/Berlin]", 1577836801),
         ("2020-01-01 02:00:01 +0200 CEST", 1577836801),
+        ("2019-12-31 21:00:01 -0300 -03", 1577836801),
         ("637134336010000000", 1577836801),
         ("01/02/2020", None),
     ],
@@ -653,7 +654,7 @@ def test_lines_that_may_be_either_need_the_setting(tmp_path, text):
 
 
 def test_a_table_without_times_is_no_lines_of_items(tmp_path):
-    with pytest.raises(ValueError, match="look like a table with blanks between columns, without a time"):
+    with pytest.raises(ValueError, match="look like a table with blanks between columns"):
         of_lines(tmp_path, "u a 5\nu b 4\nw a 3\n")
 
 

@@ -51,7 +51,8 @@ def _keys(path: Path, *_: int) -> tuple[str, ...]:
     nested = {key for value in (*objects, *flat) for key in value if isinstance(value[key], (list, dict))}
     single = {key for value in flat for key in value if not isinstance(value[key], (list, dict, type(None)))}
     names = dict.fromkeys(key for value in flat for key in value)
-    if not (found := tuple(key for key in names if key in single or key not in nested)):
+    found = tuple(key for key in names if key in single or key not in nested)
+    if names and not found:
         raise ValueError(
             f"{path.name}: the objects have only lists and objects in objects, which are not read: write user, item "
             "and time to keys of their own"

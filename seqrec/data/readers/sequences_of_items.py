@@ -137,7 +137,7 @@ def _kind(path: Path) -> str:
             return "sequences" if longer else "pairs"
         if longer and frame["words"].list.len().n_unique() == 1:
             raise ValueError(
-                f"{path.name}: the lines look like a table with blanks between columns, without a time: write a table "
+                f"{path.name}: the lines look like a table with blanks between columns: write a table "
                 "with a header and a column of times, or lines `user item item ...`, oldest item first"
             )
         why = "some have more than one item, and users repeat" if longer else "each has one item, and no user repeats"

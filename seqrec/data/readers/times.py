@@ -16,7 +16,7 @@ LARGEST_SECONDS = 10**11  # in the year 5138; larger numbers are milliseconds or
 def seconds(times: pl.Series, time_format: str = "") -> pl.Series:
     """Return int64 seconds since 1970, UTC; null for invalid times.
 
-    Numbers are seconds, milliseconds, microseconds or nanoseconds since 1970, depending on their size
+    Numbers are seconds, milliseconds, microseconds or nanoseconds since 1970, or ticks of .NET, depending on their size
     (LARGEST_SECONDS). Text is such a number or an ISO 8601 time, in UTC if it has no offset. With `time_format`, a
     format of strptime, numbers and text must have that format.
     """
@@ -53,7 +53,8 @@ def _whole_numbers(times: pl.Series) -> pl.Series:
 
 def _iso_seconds(times: pl.Series) -> pl.Series:
     text = times.str.replace(r"^(\d{4}-\d\d-\d\d) ", "${1}T").str.replace(r"(:\d\d),(\d)", "${1}.${2}")
-    text = text.str.replace(r"\[[A-Za-z_/+-]+\]$", "").str.replace(r" ([+-]\d{4}) [A-Z]{3,5}$", "${1}")  # Java, Go
+    text = text.str.replace(r"\[[\w/+:-]+\]$", "")  # of Java, after the offset
+    text = text.str.replace(r" ([+-]\d{4}) (?:[A-Z]{3,5}|[+-]\d{2,4})$", "${1}")  # of Go
     text = text.str.replace(r"\s*([zZ]|UTC|GMT)$", "+00:00")
     parsed = _parsed(text, ISO[0])
     for pattern in ISO[1:]:
