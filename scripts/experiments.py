@@ -58,7 +58,7 @@ def main() -> int:
     if unknown := set(names) - set(EXPERIMENTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(EXPERIMENTS)}")
     if not all(seed.strip().isdecimal() for seed in arguments.seeds.split(",")):
-        parser.error(f"--seeds: {arguments.seeds!r} is no list of numbers such as 42,43,44")
+        parser.error(f"--seeds: {arguments.seeds!r} is not a list of numbers such as 42,43,44")
     for name in names:
         flags = ["--seeds", arguments.seeds, "--out", str(arguments.out.resolve() / name)]
         if status := subprocess.call([sys.executable, *EXPERIMENTS[name], *flags], cwd=ROOT):

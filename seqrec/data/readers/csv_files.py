@@ -128,8 +128,8 @@ def header(path: Path) -> list[str]:
     for name in names:
         if "\0" in name:
             raise ValueError(
-                f"{path.name}: the column name {name!r:.60} contains a NUL character: this is no text, but perhaps an "
-                "archive or a binary table; unpack it, or save it as CSV, JSON lines or Parquet"
+                f"{path.name}: the column name {name!r:.60} contains a NUL character: the file is not text, but "
+                "perhaps an archive or a binary table; unpack it, or save it as CSV, JSON lines or Parquet"
             )
     for name in set(names) & set(RESERVED):
         raise ValueError(f"{path.name}: rename the column {name!r}: this name is reserved")
