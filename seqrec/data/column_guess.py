@@ -87,7 +87,7 @@ SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
-OTHERWISE = 10  # a column with more than one in so many ids of the log is better than one named for ids that has none
+ID_SHARE = 0.1  # of the log's ids, which a column must have to replace one that is named for ids and has none of them
 MALFORMED = 0.3  # maximum share of rows that are malformed, for example without a user
 ONE_EVENT = "; each row must be one event; lists in it, and objects in objects, are not read"
 NO_TIMES = (
@@ -213,7 +213,7 @@ def guess_items(path: Path, item: str, title: str = "", log: Path | None = None)
             )
         # The numbers of the rows may be ids too.
         ranked = sorted(shared, key=lambda name: (-shared[name], words_of(name)[-1:] != ["id"]))
-        least = len(known) / OTHERWISE if named else 0
+        least = ID_SHARE * len(known) if named else 0
         if ranked and shared[ranked[0]] > least and not (named and shared[named[0]]):
             named, ids = [], ranked
     if not ids:

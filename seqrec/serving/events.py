@@ -46,8 +46,8 @@ IMPORTED = "import:"  # how the ids of imported events begin
 CAUTION = 10  # events added to both counts of a trend, so that few events are none
 PATIENCE_S = 2.0  # in which tables are tried to be made
 LOCKED_MS = 10_000  # for which a statement waits while another process writes into a SQLite file
-NO_TABLE = "42P01"  # PostgreSQL's code
-MAKING = 0x5E09EC  # number of the lock of those that make tables
+NO_TABLE = "42P01"  # PostgreSQL's code for a table that is not there
+TABLES_LOCK = 0x5E09EC  # number of PostgreSQL's lock for processes that make the tables
 DAMAGE = ("not a database", "malformed")  # words of SQLite's errors about a file that is cut short or altered
 
 TABLES = sa.MetaData()
@@ -186,7 +186,7 @@ class Store:
             try:
                 with self._connection() as connection:
                     if not self._sqlite:  # of several that start at the same moment, one makes them
-                        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MAKING)))
+                        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(TABLES_LOCK)))
                     self._check_tables(sa.inspect(connection))
                     TABLES.create_all(connection)
                 return
