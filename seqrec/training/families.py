@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +20,17 @@ from torch import Tensor
 from seqrec.artifacts import ITEMS, MODEL_CARD, TOKENIZER
 from seqrec.config import ModelConfig, PretrainConfig, parse
 from seqrec.counts import item_vectors
+from seqrec.data import item_tokens
 from seqrec.data.sequences import Sequences, load, ranges, read_vocabulary
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
-from seqrec.models.optional import (
-    ReadsTokens,
-    ReadsVectors,
-    SelfSupervised,
-    Transferable,
-    TwoDomains,
-)
+from seqrec.models.optional import ReadsTokens, ReadsVectors, SelfSupervised, Transferable, TwoDomains
+from seqrec.training import pretrained
 from seqrec.training.auto_settings import resolved_start
 from seqrec.training.checkpoint import build
 from seqrec.training.tensors import digest
 from seqrec.training.train import Training
 from seqrec.training.warm_start import warm_start
-
-if TYPE_CHECKING:
-    from seqrec.data.item_tokens import Texts
 
 logger = logging.getLogger(__name__)
 Ready = tuple[SequenceModel, Sequences, Training]
@@ -80,12 +73,14 @@ class Start:
         """The datasets that a `Transferable` model learns from: the sources, or the dataset if it has none."""
         return slice(1, None) if len(self.sequences) > 1 else slice(None)
 
-    def texts(self) -> list[Texts]:
-        """Return the text of the items of each dataset."""
-        from seqrec.data.item_tokens import read_texts
+    def alone(self) -> Start:
+        """Return the same without the sources."""
+        return replace(self, sequences=self.sequences[:1], tables=self.tables[:1])
 
+    def texts(self) -> list[item_tokens.Texts]:
+        """Return the text of the items of each dataset."""
         pairs = zip(self.tables, self.sequences, strict=True)
-        return [read_texts(t / ITEMS, read_vocabulary(s)[0], self.options.attributes) for t, s in pairs]
+        return [item_tokens.read_texts(t / ITEMS, read_vocabulary(s)[0], self.options.attributes) for t, s in pairs]
 
     def build(self, data: Sequences, tokens: Tokens | None = None) -> SequenceModel:
         """Return a new model for `data`; its initial values are drawn by the seed."""
@@ -131,10 +126,8 @@ def of_two_domains(start: Start) -> Ready:
 
 def of_attributes(start: Start) -> Ready:
     """Build a model that reads item attributes; a pre-training phase runs every epoch on the whole training split."""
-    from seqrec.data.item_tokens import attribute_values
-
-    start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
-    tokens = {"values": attribute_values(start.texts()[0], start.options.attribute_values)}
+    start = start.alone()
+    tokens = {"values": item_tokens.attribute_values(start.texts()[0], start.options.attribute_values)}
     data = load(start.sequences[0])
     net = start.build(data, tokens)
     if isinstance(net, SelfSupervised):
@@ -146,15 +139,11 @@ def of_attributes(start: Start) -> Ready:
 
 def of_vectors(start: Start) -> Ready:
     """Build a model of frozen text vectors."""
-    from seqrec.data.item_tokens import tokenise
-    from seqrec.training import pretrained
-
     transferable = issubclass(start.known, Transferable)
-    if not transferable:
-        start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
+    start = start if transferable else start.alone()
     place = pretrained.locate(start.options.start, start.training.state / "downloads")
     tokenizer, limit = pretrained.load_tokenizer(place), start.options.attribute_tokens
-    vectors = [pretrained.text_vectors(tokenise(text, tokenizer, limit), place) for text in start.texts()]
+    vectors = [pretrained.text_vectors(item_tokens.tokenise(text, tokenizer, limit), place) for text in start.texts()]
     tokens = [{"vectors": of_dataset} for of_dataset in vectors]
     if not transferable:
         data = load(start.sequences[0])
@@ -165,9 +154,6 @@ def of_vectors(start: Start) -> Ready:
 
 def of_tokens(start: Start) -> Ready:
     """Build a model that reads the text of items as tokens; its tokeniser is a checkpoint's or newly trained."""
-    from seqrec.data import item_tokens
-    from seqrec.training import pretrained
-
     options, texts = start.options, start.texts()
     place = pretrained.locate(options.start, start.training.state / "downloads") if options.start else ""
     tokenizer = (
@@ -190,11 +176,8 @@ def of_tokens(start: Start) -> Ready:
 def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkpoint: str = "") -> Ready:
     """Build a model that learns from the datasets `start.learnt` and afterwards serves the first one.
 
-    Args:
-        start: settings and data that the model is built from.
-        tokens: description of the items of each dataset.
-        joined: description of all items to learn from.
-        checkpoint: pre-trained weights; empty: none.
+    `tokens` describe the items of each dataset, and `joined` all items to learn from. `checkpoint` names pre-trained
+    weights, if there are any.
     """
     parts = [load(folder) for folder in start.sequences]
     served = Catalogue(parts[0].num_items, parts[0].num_users, 0, tokens[0])
@@ -202,9 +185,7 @@ def _transferable(start: Start, tokens: Sequence[Tokens], joined: Tokens, checkp
     net = start.build(learnt, joined)
     assert isinstance(net, Transferable)
     if checkpoint:
-        from seqrec.training.pretrained import load_weights
-
-        load_weights(net, checkpoint)
+        pretrained.load_weights(net, checkpoint)
     training = replace(
         start.training,
         inputs=start.sequences,
@@ -233,7 +214,7 @@ def prepared(start: Start) -> Ready:
         if not able or start.config.epochs == 0:
             missing = "pretrain.epochs is 0" if able else "it has no pre-training with encoder: items and refresh: true"
             logger.warning("models.%s: `sources` are not read, because %s", start.training.name, missing)
-            start = replace(start, sequences=start.sequences[:1], tables=start.tables[:1])
+            start = start.alone()
     return next(family(start) for kind, family in FAMILIES if issubclass(start.known, kind))
 
 
