@@ -39,16 +39,9 @@ def example(
     process: int = 0,
     processes: int = 1,
 ) -> Example:
-    """Build one process's share of a step; every process knows all windows of the step, so they need not communicate.
+    """Build the share of one of the `processes` in a step of the windows `chosen`.
 
-    Args:
-        data: the dataset on the device.
-        options: options of the model.
-        config: settings of the stage.
-        chosen: windows of the whole step, those of all processes.
-        seed: seed of this step, the same on every process.
-        process: index of this process.
-        processes: number of processes that share the step.
+    Every process gets all windows of the step and the same `seed`, so they need not communicate.
     """
     width = sequences.padded_width(int(chosen.width.max()), options.length)
     targeted_BL = _targeted(options.objective, chosen.width, width, config, seed)
@@ -57,12 +50,10 @@ def example(
     if not len(own_BL):  # fewer windows than processes: this one computes a window without targets
         mine, own_BL = slice(1), torch.zeros_like(targeted_BL[:1])
     user, stop = (sequences.sent(x[mine], data.items.device) for x in (chosen.user, chosen.stop))
-    target_BL = sequences.window(data, user, stop, width).items
-    target_BL = target_BL.masked_fill(~data.sent(own_BL), PAD)
+    batch = sequences.window(data, user, stop, width)
+    target_BL = batch.items.masked_fill(~data.sent(own_BL), PAD)
     if options.masked:
-        batch = sequences.window(data, user, stop, width)
-        mask = torch.where(target_BL != PAD, data.num_items + 1, batch.items)
-        batch = batch._replace(items=mask)
+        batch = batch._replace(items=torch.where(target_BL != PAD, data.num_items + 1, batch.items))
     else:
         batch = sequences.window(data, user, stop - 1, width, from_request=options.from_request)
     # DDP divides the gradients by the number of processes, so the weight is multiplied by it
@@ -90,12 +81,8 @@ def past_items(
 ) -> PastItems:
     """Return the past events of each query: those up to its position; with cloze, all events that are not masked.
 
-    Args:
-        example: the batch.
-        options: options of the model.
-        query_N: indices of the queries among the last `positions` positions of each row, rows concatenated.
-        positions: number of positions in a row.
-        skip_last: leave out the last position; `positions` are then the ones before it.
+    `query_N` are indices into the last `positions` positions of each row, rows concatenated; with `skip_last`, into
+    those before the last one.
     """
     length = example.batch.items.shape[1]
     column_N = query_N % positions + (length - skip_last - positions)
