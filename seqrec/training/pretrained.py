@@ -119,6 +119,8 @@ def _loading(checkpoint: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except SafetensorError as error:
+        raise ConfigError(f"options.start: {checkpoint} is damaged ({error}): remove it, and fetch it again") from error
     except (OSError, ValueError) as error:
         from seqrec.data.download import DownloadError
 
@@ -171,11 +173,8 @@ def load_weights(model: SequenceModel, checkpoint: str) -> None:
     _check_sizes(model, config)
     if hasattr(config, "token_type_size"):  # the Recformer authors' setting; their type_vocab_size is Longformer's 1
         config.type_vocab_size = config.token_type_size
-    try:
-        with _loading(checkpoint):
-            source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
-    except SafetensorError as error:
-        raise ConfigError(f"options.start: {checkpoint} is damaged ({error}): remove it, and fetch it again") from error
+    with _loading(checkpoint):
+        source, info = AutoModelForMaskedLM.from_pretrained(name, config=config, output_loading_info=True, **pin)
     state = {name: value.float() for name, value in source.state_dict().items()}
     state |= _item_positions(name, pin, info["unexpected_keys"])
     absent = {name for name in info["missing_keys"] if "pooler" not in name}
