@@ -25,10 +25,7 @@ Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and those of the s
 def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
     """Copy the champion's weights into `net`; in tables of items or users, only the rows that both models have.
 
-    Args:
-        net: model newly built for the dataset in `sequences`.
-        sequences: folder of the prepared dataset.
-        folder: checkpoint of the champion; empty if there is none.
+    `net` is newly built for the prepared dataset in `sequences`; `folder` is empty if there is no champion.
 
     Returns:
         Whether there is a champion of the same architecture and options that cannot have been trained on an event
@@ -49,8 +46,7 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
         return False
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(net.options).items()}
     card = champion.card
-    same = REGISTRY.get(card["architecture"]) is net.architecture and card["options"] == options
-    if not same:
+    if REGISTRY.get(card["architecture"]) is not net.architecture or card["options"] != options:
         logger.info("the champion (%s) is not used: its architecture or options differ", card["architecture"])
         return False
     if REFIT in card:
@@ -63,11 +59,11 @@ def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
     items = _common(champion.vocabulary, sequences / VOCABULARY, "item", "item_id")
     users = _common(champion.users, sequences / USERS, "user", "user_id")
     old, new = champion.model.state_dict(), net.state_dict()
-    number = {"items": (net.catalogue.num_items, card["catalogue"]["num_items"], items)}
-    number["users"] = (net.catalogue.num_users, card["catalogue"]["num_users"], users)
     for name, kind in _kinds(net).items():
-        if kind:
-            _carry(new[name], old[name], *number[kind])
+        if kind == "items":
+            _carry(new[name], old[name], net.catalogue.num_items, champion.model.catalogue.num_items, items)
+        elif kind == "users":
+            _carry(new[name], old[name], net.catalogue.num_users, champion.model.catalogue.num_users, users)
         else:
             new[name].copy_(old[name])
     logger.info("warm start: the champion knows %d of %d items", len(items[0]), net.catalogue.num_items)
