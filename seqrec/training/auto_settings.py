@@ -129,13 +129,7 @@ def loss(shape: Shape) -> str:
 def epochs(shape: Shape, of: str, steps: int, scored: int, *, shuffled: bool = False, share: float = 1.0) -> int:
     """Return the number of epochs that makes about `STEPS` steps, and at most about `SCORES` scores.
 
-    Args:
-        shape: shape of the data.
-        of: value of `windows`.
-        steps: steps in an epoch.
-        scored: items scored for each target.
-        shuffled: whether every epoch shuffles tied events.
-        share: share of the windows that an epoch visits.
+    An epoch takes `steps` steps and visits a `share` of the windows; `scored` items are scored for each target.
     """
     wanted = max(ENOUGH_EPOCHS, math.ceil(STEPS / steps)) * (SHUFFLED if shuffled else 1)
     affordable = int(SCORES / max(1, share * targets_an_epoch(shape, of) * (scored + LAYERS)))

@@ -84,12 +84,7 @@ def plan(width_W: Tensor, batch_size: int, generator: torch.Generator) -> list[T
     """Divide the windows into batches of similar width and equal work, in random order.
 
     Each batch holds as many positions as `batch_size` windows of average width. Short histories are therefore not
-    padded to the length of long ones, and every target has about the same weight.
-
-    Args:
-        width_W: number of positions of each window, on the CPU.
-        batch_size: average number of windows in a batch.
-        generator: draws the order.
+    padded to the length of long ones, and every target has about the same weight. `width_W` is on the CPU.
     """
     order = torch.randperm(len(width_W), generator=generator)
     bucket = (width_W[order] + WIDTH_STEP - 1) // WIDTH_STEP

@@ -61,14 +61,7 @@ def sampled_cross_entropy(
     score is not corrected; drawn items that equal the target are ignored.
 
     As in `cross_entropy`, gradients are computed block by block in the forward pass, and `precision` rounds factors.
-
-    Args:
-        query_ND: queries.
-        vectors_of: gives the vectors of items.
-        target_N: item to predict.
-        negative_K: drawn items, with repetitions.
-        log_expected_V: log of the expected number of draws of each item.
-        precision: fp32 or bf16.
+    `log_expected_V` is the log of the expected number of draws of each item.
     """
     positive_ND, drawn_KD = vectors_of(target_N), vectors_of(negative_K)
     with _matrix_products(precision):
@@ -110,13 +103,7 @@ def bayesian_personalized_ranking(
 
 
 def info_nce(view_BD: Tensor, other_BD: Tensor, label_B: Tensor) -> Tensor:
-    """Return InfoNCE (2 B,): -log softmax of each view at its partner, over the partner and views with other labels.
-
-    Args:
-        view_BD: views.
-        other_BD: their partners.
-        label_B: rows with equal labels are not negatives of each other.
-    """
+    """Return InfoNCE (2 B,): -log softmax of each view at its partner, over the partner and views with other labels."""
     view_ND = torch.cat([view_BD, other_BD])
     label_N = label_B.repeat(2)
     partner_N = torch.arange(len(label_N), device=label_N.device).roll(len(label_B))

@@ -29,13 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def fingerprint(module: str, model: str, config: Any, *files: Path) -> str:
-    """Return the hash of everything a training depends on: config, inputs, and the code of stage and model.
+    """Return the hash of everything a training depends on: config, input files, and the code of two modules.
 
-    Args:
-        module: dotted name of the stage.
-        model: dotted name of the model's module.
-        config: settings, and anything else whose text says what the result depends on.
-        files: the inputs.
+    `module` is that of the stage and `model` that of the model, by their dotted names. The text of `config` says what
+    else the result depends on.
     """
     digest = hashlib.sha256(f"{module} {config!r} torch {torch.__version__}".encode())
     for path in deciding(module, model, root=ROOT):
