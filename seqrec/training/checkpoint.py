@@ -68,13 +68,7 @@ def build(config: ModelConfig, catalogue: Catalogue) -> SequenceModel:
 
 
 def save_model(directory: Path, model: SequenceModel, facts: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-    """Write the weights of `model`, its card, its tokens if it has any, and `files`.
-
-    Args:
-        directory: output folder, which `load_checkpoint` reads.
-        model: the model to save.
-        facts: further entries of the card, see `Card`.
-        files: vocabulary, users, tokeniser by file name; the card lists their hashes.
+    """Write the weights of `model`, its card with the further entries `facts`, its tokens if it has any, and `files`.
 
     Raises:
         ValueError: a weight is not finite.
@@ -143,14 +137,10 @@ def _load_tensors(path: Path, digest: str) -> dict[str, Tensor]:
 
 
 def save_counts(directory: Path, counts: CountTerm | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the count term of the model in `directory`; return the entry `counts` of its card.
+    """Write the count term of the model in `directory`, if it has one; return the entry `counts` of its card.
 
-    Args:
-        directory: folder of the model; the count term of an earlier training is removed from it.
-        counts: the count term; None if the model has none.
-        chosen: its settings, as in CountsConfig, and further entries for the card.
+    `chosen` are its settings, as in CountsConfig, and further entries for the card.
     """
-    (directory / COUNTS).unlink(missing_ok=True)
     if counts is None:
         return dict(chosen)
     save_tensors(directory / COUNTS, counts.tensors())
@@ -181,9 +171,7 @@ def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:
     """Return the tables to save with a model of the prepared dataset in `sequences`, by file name.
 
-    Args:
-        sequences: folder with vocabulary and users.
-        items: the items table, source of the titles in the vocabulary; titles it does not have are null.
+    The titles in the vocabulary are those of the table `items`; titles it does not have are null.
     """
     vocabulary = read_table(sequences / VOCABULARY)
     titles = pa.nulls(len(vocabulary), pa.string())
