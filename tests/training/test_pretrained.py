@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from functools import partial
 
@@ -309,6 +310,14 @@ def test_a_start_that_is_no_checkpoint_is_named(tmp_path, monkeypatch):
     for load in (pretrained.load_tokenizer, partial(pretrained.text_vectors, tokens), loaded):
         with pytest.raises(ConfigError, match=rf"options\.start: {tmp_path} cannot be loaded: \w"):
             load(str(tmp_path))
+
+
+def test_a_checkpoint_that_is_cut_off_is_named(bert, tmp_path):
+    folder = shutil.copytree(bert[0], tmp_path / "bert")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    for load in (loaded, partial(pretrained.text_vectors, build().catalogue.tokens)):
+        with pytest.raises(ConfigError, match=rf"options\.start: {folder} is damaged .* remove it, and fetch it again"):
+            load(str(folder))
 
 
 def test_a_tokeniser_neither_cuts_nor_pads(bert):
