@@ -93,12 +93,10 @@ def mid_rank(above: Tensor, equal: Tensor) -> Tensor:
 
 
 def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
-    """Return the scorer of `model`: one forward pass, then inner products with blocks of item vectors.
+    """Return the scorer of `model`, in eval mode: one forward pass, then inner products with blocks of item vectors.
 
-    Args:
-        model: in eval mode.
-        known_U: whether each user has a training window; the others are ranked as user 0. Needed only during a
-            training, because at its end they get the vector of user 0.
+    `known_U` says whether each user has a training window; the others are ranked as user 0. It is needed only during a
+    training, because at its end they get the vector of user 0.
     """
     item_VD = model.item_vectors().detach().float()
 
@@ -191,13 +189,12 @@ def _best_block(
     scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
 ) -> tuple[Tensor, Tensor]:
     seen = SeenItems.before(data, user, stop) if filter_seen else None
-    found: tuple[Tensor, Tensor] | None = None
+    none = torch.empty(len(user), 0, device=data.device)
+    found = (none, none.long())
     for first, score in checked(scorer, data, user, stop, "the model")():
         if seen is not None:
             score[seen.within(first, score)] = float("-inf")
-        found = found or (score.new_empty(len(user), 0), score.new_empty(len(user), 0, dtype=torch.int64))
         found = _merge_top(found, score, first, top_k)
-    assert found is not None
     return found
 
 
@@ -236,9 +233,7 @@ def _rows(data: Sequences) -> int:
 def case_blocks(length: Tensor, rows: int) -> list[slice]:
     """Return consecutive blocks of at most `rows` cases, whose histories have EVENTS_IN_MEMORY events at most in total.
 
-    Args:
-        length: events in the history of each case; a longer history than EVENTS_IN_MEMORY is a block of its own.
-        rows: maximum number of cases.
+    `length` are the events in the history of each case; a longer history than the maximum is a block of its own.
     """
     blocks: list[slice] = []
     total = length.cpu().cumsum(0)
@@ -269,10 +264,12 @@ def _rank_block(
     if data.num_items <= ITEMS_PER_BLOCK:  # keep the single block instead of computing it twice
         blocks = _kept(blocks)
     goal = _scores_of(blocks, target.unsqueeze(1))
-    sampled = _rank_among(None if data.negatives is None else data.sent(data.negatives[user].long()), blocks, goal)
-    none = torch.zeros(len(user), dtype=torch.int64, device=goal.device)
-    all_above, all_equal = none.clone(), none.clone()  # number of candidates with a higher or the same score
-    seen_above, seen_equal = none.clone(), none.clone()  # the same for the items that are seen
+    sampled = torch.full((len(user),), float("nan"), dtype=torch.float64, device=goal.device)
+    if data.negatives is not None:
+        rival = _scores_of(blocks, data.sent(data.negatives[user].long()))
+        sampled = mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
+    # numbers of items with a higher or the same score: of all items, and of those that are seen
+    all_above, all_equal, seen_above, seen_equal = goal.new_zeros(4, len(user), dtype=torch.int64)
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
         all_above += _per_row(score > goal)
@@ -296,14 +293,6 @@ def _per_row(true_BI: Tensor) -> Tensor:
     if true_BI.device.type != "cpu":
         return true_BI.sum(1)
     return torch.from_numpy(np.count_nonzero(true_BI.numpy(), axis=1))
-
-
-def _rank_among(rivals_BN: Tensor | None, blocks: ScoreBlocks, goal: Tensor) -> Tensor:
-    """Return the rank of each target, whose score is in `goal` (B, 1), among itself and its rivals."""
-    if rivals_BN is None:
-        return torch.full((len(goal),), float("nan"), dtype=torch.float64, device=goal.device)
-    rival = _scores_of(blocks, rivals_BN)
-    return mid_rank((rival > goal).sum(1), 1 + (rival == goal).sum(1))
 
 
 def _scores_of(blocks: ScoreBlocks, item_BN: Tensor) -> Tensor:

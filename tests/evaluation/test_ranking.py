@@ -77,9 +77,8 @@ def test_scores_do_not_hold_the_graph_of_the_forward_pass(three):
 
 
 @pytest.mark.parametrize("k", [1, 5, 30])
-def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service(prepared, monkeypatch, k):
+def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service(data, monkeypatch, k):
     monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", 7)
-    data = sequences.load(prepared)
     cases, generator = sequences.cases(data, "test"), torch.Generator().manual_seed(0)
     score_V = torch.randint(3, (data.num_items + 1,), generator=generator).float()
     order_V = np.lexsort((np.arange(data.num_items), -score_V[1:].numpy())) + 1
@@ -90,8 +89,7 @@ def test_of_equal_scores_the_lower_item_comes_first_in_tables_and_in_the_service
     assert best_of(score_V.numpy().copy(), [], k)[1] == order_V[:k].tolist()
 
 
-def test_blocks_are_small_where_histories_are_long(prepared, monkeypatch):
-    data = sequences.load(prepared)
+def test_blocks_are_small_where_histories_are_long(data, monkeypatch):
     cases, scorer = sequences.cases(data, "test"), fixed_scorer(torch.randn(data.num_items + 1))
     whole = ranking.rank(scorer, data, cases, filter_seen=True, top_k=4)
     read, before = [], ranking.SeenItems.before
