@@ -54,14 +54,7 @@ class CaseNdcg:
     """Computes NDCG@10 of fixed cases; caches what they read of each table, with the base scores of these items."""
 
     def __init__(self, base: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool) -> None:
-        """Store the cases to rank.
-
-        Args:
-            base: scorer to whose scores the terms are added.
-            data: the prepared dataset, on the device of `base`.
-            cases: cases to rank, each with a history.
-            filter_seen: whether seen items are left out.
-        """
+        """Store the cases to rank, each with a history; `data` is on the device of `base`, which terms are added to."""
         self.user, self.position = cases.user, cases.position
         self.base, self.data, self.filter_seen = base, data, filter_seen
         self.target_C = data.items[self.position.cpu()].long().cpu()
@@ -131,14 +124,13 @@ class CaseNdcg:
     def _base(self, rows: slice, key_E: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return the base scores of the cells of some cases, and the cells of their targets, -1 for none."""
         target_B = self.target_C[rows]
-        item_E, row_E = key_E % size, key_E // size
-        score_E, goal_B = torch.empty(len(key_E)), torch.empty(len(target_B))
-        for at, score in self._blocks(rows):
-            for row, item, found in ((row_E, item_E, score_E), (torch.arange(len(target_B)), target_B, goal_B)):
-                inside = (item >= at) & (item < at + score.shape[1])
-                found[inside] = score[row[inside], item[inside] - at]
-        self.goal_C[rows] = goal_B
         key_B = torch.arange(len(target_B)) * size + target_B
+        key = torch.cat([key_E, key_B])
+        row, item, found = key // size, key % size, torch.empty(len(key))
+        for at, score in self._blocks(rows):
+            inside = (item >= at) & (item < at + score.shape[1])
+            found[inside] = score[row[inside], item[inside] - at]
+        score_E, self.goal_C[rows] = found.split([len(key_E), len(key_B)])
         cell_B = torch.searchsorted(key_E, key_B)
         present_B = F.pad(key_E, (0, 1), value=-1)[cell_B] == key_B
         return score_E, torch.where(present_B, cell_B, -1)
@@ -152,11 +144,10 @@ class CaseNdcg:
                 row_E, item_E = cells.case_E[low:high] - rows.start, cells.item_E[low:high]
                 target_B, best = self.target_C[rows], torch.empty(0)
                 row_B = torch.arange(len(target_B))
+                others = SeenItems(torch.cat([row_E, row_B]), torch.cat([item_E, target_B]))
                 for at, score in self._blocks(rows):
                     score += popularity[at : at + score.shape[1]]
-                    for row, item in ((row_E, item_E), (row_B, target_B)):
-                        inside = (item >= at) & (item < at + score.shape[1])
-                        score[row[inside], item[inside] - at] = float("-inf")
+                    score[others.within(at, score)] = float("-inf")
                     best = score if at == 1 else torch.cat([best, score], 1)
                     best = best.topk(min(BEST, best.shape[1])).values
                 parts.append(best)

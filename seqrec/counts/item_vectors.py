@@ -46,11 +46,9 @@ def initialise(model: SequenceModel, data: Sequences, seed: int) -> None:
 
 
 def vectors(data: Sequences, width: int) -> Tensor:
-    """Return vectors (V, D) of the items, with only zeros for items without counts.
+    """Return vectors (V, D) of the items from training events, with only zeros for items without counts.
 
-    Args:
-        data: the prepared dataset; only training events are read.
-        width: D, the number of eigenvectors; the last columns are 0 if there are fewer.
+    If there are fewer than D = `width` eigenvectors, the last columns are 0.
     """
     table = count(data, kernel("inverse", WINDOW).tolist(), TARGETS)
     size = len(table.offsets) - 1

@@ -102,8 +102,7 @@ class CountTerm:
     def adder(self, items_BL: Tensor) -> Adder:
         """Return a function that adds the term in place to a block of scores (B, C), whose first item is `first`.
 
-        Args:
-            items_BL: histories, left-padded with 0, without MASK.
+        The histories `items_BL` are left-padded with 0, without MASK.
         """
         sums = self._dense_sums(items_BL) if self.is_small else self._sparse_sums(items_BL)
         further = [term.adder(items_BL) for term in self.further.values()]
@@ -161,11 +160,9 @@ class CountTerm:
         return items_BJ, self.alpha * weight_BJ
 
     def pairs(self, items: Tensor, most: int = ALL) -> tuple[Tensor, Tensor]:
-        """Return the pairs of some items (N,): for each pair the item's place in `items`, and its place in `targets`.
+        """Return the first `most` pairs of each of some items (N,), which may repeat.
 
-        Args:
-            items: items, of which any may occur several times.
-            most: number of pairs per item, the first ones.
+        Each pair is its item's place in `items` and its own place in `targets`.
         """
         first = self.offsets[items]
         number = (self.offsets[items + 1] - first).clamp(max=most)
