@@ -199,7 +199,7 @@ def run(prepared, out, model="sasrec", options=None, log=None, refit="none", fil
     return finetune(**shared, config=settings, refit=refit, log=log)
 
 
-def run_pretrain(model, dataset, out, options, sources=(), **config):
+def run_pretrain(model, dataset, out, options, sources=(), champion=None, **config):
     """Pre-train on the dataset in the folder `dataset`, with its items' text."""
     return pretrain(
         model=model,
@@ -211,6 +211,7 @@ def run_pretrain(model, dataset, out, options, sources=(), **config):
         config=PretrainConfig(**config),
         data=dataset,
         sources=sources,
+        champion=champion,
     )
 
 
@@ -364,10 +365,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def case_table(*ranks: float) -> pa.Table:
-    """Return one validation case a user, with these ranks."""
+def counts_by_loop(data, weights):
+    """Return how often each item follows another in training, weighted by distance, one pair of events at a time."""
+    counted = np.zeros((len(data.count), len(data.count)))
+    for user in range(data.num_users):
+        items = data.items[data.start[user] : data.train_stop[user]].tolist()
+        for place, item in enumerate(items):
+            for weight, later in zip(weights, items[place + 1 :], strict=False):
+                counted[item, later] += weight
+    return counted
+
+
+def case_table(*ranks: float, split: str = "valid") -> pa.Table:
+    """Return one case a user, with these ranks."""
     rows = [
-        {"split": "valid", "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
+        {"split": split, "user": user, "position": 3, "target": 1, "rank": float(rank), "ties": 0}
         for user, rank in enumerate(ranks, start=1)
     ]
     return pa.Table.from_pylist(rows, schema=artifacts.CASES_SCHEMA)

@@ -5,27 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import OPTIONS, make_model
+from support import OPTIONS, counts_by_loop, make_model, run_pretrain
 from torch.nn import functional as F
 
-from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.counts import item_vectors
 from seqrec.data import sequences
-from seqrec.stages.pretrain import pretrain
 from seqrec.training import auto_settings
 from seqrec.training.checkpoint import load_checkpoint
 
 
 def information(data):
-    """The matrix, one pair of events after the other."""
-    size = len(data.count)
-    counted = np.zeros((size, size))
-    for user in range(data.num_users):
-        items = data.items[data.start[user] : data.train_stop[user]].tolist()
-        for place, item in enumerate(items):
-            for distance, later in enumerate(items[place + 1 : place + 11], start=1):
-                counted[item, later] += 1 / distance
-    matrix = np.zeros((size, size))
+    """The matrix, one pair of items after the other."""
+    counted = counts_by_loop(data, [1 / distance for distance in range(1, 11)])
+    matrix = np.zeros_like(counted)
     for one, other in zip(*counted.nonzero(), strict=True):
         share = counted[one, other] * counted.sum() / (counted[one].sum() * counted[:, other].sum())
         matrix[one, other] = max(0.0, np.log(share))
@@ -80,16 +72,8 @@ def test_a_new_model_starts_with_them_and_a_pre_trained_one_with_its_own(prepare
     def initial(model, start):
         options = OPTIONS.get(model, {"length": 8, "d_model": 16})
         folder = tmp_path / model / start
-        pretrain(
-            model=model,
-            sequences=prepared,
-            initial=folder,
-            state=tmp_path / "state",
-            architecture=ModelConfig(architecture=model, options=options),
-            filter_seen=True,
-            config=PretrainConfig(seed=1, item_vectors=start, epochs=1),
-        )
-        return load_checkpoint(folder).model
+        run_pretrain(model, prepared.parent, folder, options, seed=1, item_vectors=start, epochs=1)
+        return load_checkpoint(folder / "initial").model
 
     random, counted = (initial("sasrec", start) for start in ("random", "counts"))
     item_vectors.initialise(random, sequences.load(prepared), seed=1)

@@ -5,23 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support import counts_by_loop
 
 from seqrec.counts import table
 from seqrec.data import ties
 
 WEIGHTS = (1.0, 0.5, 0.25)
-
-
-def by_loop(data, weights):
-    """The same counts, one pair of events after the other."""
-    counted = np.zeros((len(data.count), len(data.count)))
-    for user in range(data.num_users):
-        items = data.items[data.start[user] : data.train_stop[user]].tolist()
-        for place, item in enumerate(items):
-            for distance, weight in enumerate(weights, start=1):
-                if place + distance < len(items):
-                    counted[item, items[place + distance]] += weight
-    return counted
 
 
 def square(found):
@@ -33,7 +22,7 @@ def square(found):
 
 
 def test_counts_are_those_of_a_double_loop(data):
-    np.testing.assert_allclose(square(table.count(data, WEIGHTS)), by_loop(data, WEIGHTS), rtol=1e-6)
+    np.testing.assert_allclose(square(table.count(data, WEIGHTS)), counts_by_loop(data, WEIGHTS), rtol=1e-6)
 
 
 def test_events_of_one_time_are_counted_in_both_directions_if_their_order_is_random(data):
@@ -49,16 +38,17 @@ def test_events_of_one_time_are_counted_in_both_directions_if_their_order_is_ran
 
     found = square(table.count(tied, WEIGHTS))
 
-    both = by_loop(tied, WEIGHTS), by_loop(replace(tied, items=turned), WEIGHTS)
+    both = counts_by_loop(tied, WEIGHTS), counts_by_loop(replace(tied, items=turned), WEIGHTS)
     assert not np.array_equal(*both)
     np.testing.assert_allclose(found, sum(both) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 24])
-def test_the_result_does_not_depend_on_what_is_in_memory_at_once(data, pairs):
+def test_the_result_does_not_depend_on_what_is_in_memory_at_once(data, monkeypatch, pairs):
     whole = table.count(data, WEIGHTS)
+    monkeypatch.setattr(table, "PAIRS", pairs)
 
-    found = table.count(data, WEIGHTS, pairs=pairs)
+    found = table.count(data, WEIGHTS)
 
     for ours, theirs in zip(vars(found).values(), vars(whole).values(), strict=True):
         assert torch.equal(ours, theirs)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from rich.console import Console
+from support import case_table
 
-from seqrec.artifacts import CASES_SCHEMA, write_table
+from seqrec.artifacts import write_json, write_table
 from seqrec.evaluation import leaderboard
 
 
@@ -25,8 +26,7 @@ def write_metrics(reports, name, valid, **changes):
         "train_seconds": 61.6,
         "test/gini@10": 0.9,
     } | changes
-    (reports / name).mkdir(parents=True)
-    (reports / name / "metrics.json").write_text(json.dumps(metrics))
+    write_json(reports / name / "metrics.json", metrics)
 
 
 @pytest.fixture
@@ -122,12 +122,9 @@ def test_curves_have_a_row_a_point_and_none_where_nothing_was_measured(tmp_path)
 
 
 def write_cases(reports, name, rank):
-    """The same ranks on validation, and 1 in every test case."""
-    users, number = range(1, len(rank) + 1), 2 * len(rank)
-    columns = {"split": ["valid"] * len(rank) + ["test"] * len(rank), "user": [*users, *users]}
-    columns |= {"position": [5] * number, "target": [1] * number, "ties": [0] * number}
-    table = pa.table({**columns, "rank": [*rank, *([1.0] * len(rank))]}, schema=CASES_SCHEMA)
-    write_table(reports / name / "cases.parquet", table)
+    """These ranks on validation, and 1 in every test case."""
+    tables = [case_table(*rank), case_table(*[1.0] * len(rank), split="test")]
+    write_table(reports / name / "cases.parquet", pa.concat_tables(tables))
 
 
 @pytest.mark.parametrize(

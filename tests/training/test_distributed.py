@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from support import CONFIG, OPTIONS, free_port, losses_of
+from support import CONFIG, OPTIONS, free_port, losses_of, run_pretrain
 
 from seqrec.artifacts import write_json
 from seqrec.cluster.launch import execute
-from seqrec.config import ModelConfig, PretrainConfig
-from seqrec.stages.pretrain import pretrain
 
 PLAIN = {"dropout": 0.0, "topk_dropout": 0.0, "jitter": 0.0, "balance": 0.0}  # processes draw different numbers
 CONTRAST = {
@@ -41,11 +39,9 @@ def order_contrast(prepared: Path, folder: Path) -> Path:
 
 def order_training(prepared: Path, folder: Path) -> Path:
     """Initialise a FLASH4Rec and write the order of its training; return its path."""
-    paths = {"sequences": prepared, "initial": folder / "initial", "state": folder / "state"}
-    architecture = ModelConfig(architecture="flash4rec", options=OPTIONS["flash4rec"] | PLAIN)
-    config = PretrainConfig(seed=1)
-    pretrain(model="flash4rec", filter_seen=True, architecture=architecture, config=config, **paths)
-    paths["checkpoint"] = folder / "finetuned"
+    run_pretrain("flash4rec", prepared.parent, folder, OPTIONS["flash4rec"] | PLAIN, seed=1)
+    paths = {name: folder / name for name in ("initial", "state")}
+    paths |= {"sequences": prepared, "checkpoint": folder / "finetuned"}
     return write_order(folder, "finetune", paths, model="flash4rec", config=CONFIG)
 
 

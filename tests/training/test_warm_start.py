@@ -5,12 +5,10 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import make_batch, make_model, prepare_rows, synthetic_rows
+from support import make_batch, make_model, prepare_rows, run_pretrain, synthetic_rows
 
 from seqrec.artifacts import SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json
-from seqrec.config import ModelConfig, PretrainConfig
 from seqrec.data import sequences as prepared_data
-from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import catalogue_files, load_checkpoint, save_model
 from seqrec.training.held_out import split_of
 from seqrec.training.warm_start import warm_start
@@ -168,14 +166,12 @@ def test_damaged_weights_are_refused(folders, tmp_path):
 def test_the_stage_takes_the_champion_in_place_of_pre_training(folders, tmp_path):
     old, new = folders
     champion = write_champion(tmp_path / "champion", old, "strec", length=12)
-    architecture = ModelConfig(architecture="strec", options={"d_model": champion.options.d_model, "length": 12})
-    paths = {"initial": tmp_path / "warm", "champion": tmp_path / "champion", "state": tmp_path / "state"}
-    config = PretrainConfig(epochs=1, batch_size=16)
+    options, settings = {"d_model": champion.options.d_model, "length": 12}, {"epochs": 1, "batch_size": 16}
 
-    values = pretrain(model="strec", sequences=new, architecture=architecture, filter_seen=True, config=config, **paths)
+    values = run_pretrain("strec", new.parent, tmp_path, options, champion=tmp_path / "champion", **settings)
 
     assert values["epochs"] == 0
-    warm = load_checkpoint(tmp_path / "warm").model
+    warm = load_checkpoint(tmp_path / "initial").model
     items = [numbers(folder, VOCABULARY, "item", "item_id")["i3"] for folder in folders]
     torch.testing.assert_close(warm.items.weight[items[1]], champion.items.weight[items[0]])
 
@@ -184,16 +180,7 @@ def test_a_model_that_reads_text_says_that_it_starts_anew(folders, tmp_path, cap
     old, new = folders
     write_champion(tmp_path / "champion", old)
     options = {"d_model": 8, "layers": 1, "heads": 1, "length": 4}
-    paths = {"initial": tmp_path / "initial", "champion": tmp_path / "champion", "state": tmp_path / "state"}
 
-    pretrain(
-        model="mine",
-        sequences=new,
-        data=new.parent,
-        architecture=ModelConfig(architecture="fdsa", options=options),
-        filter_seen=True,
-        config=PretrainConfig(epochs=0),
-        **paths,
-    )
+    run_pretrain("fdsa", new.parent, tmp_path, options, champion=tmp_path / "champion", epochs=0)
 
-    assert "the champion is not used: mine reads the text of items, and starts anew" in caplog.text
+    assert "the champion is not used: fdsa reads the text of items, and starts anew" in caplog.text
