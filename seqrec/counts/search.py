@@ -131,14 +131,10 @@ def search(
     return Choice(found, folds, float(ndcg(found).mean()), float(cross_fitted))
 
 
-def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
-    """Return a random sample of the validation cases with a history, in their order.
+def drawn_cases(data: Sequences, tables: Tables) -> Cases:
+    """Return a random sample of the validation cases with a history, at least one, in their order.
 
-    Args:
-        data: the prepared dataset.
-        tables: count tables of the dataset.
-        pairs: maximum number of entries of the default table that the cases read in total, unless it is a dense
-            matrix. The sample has at least one case.
+    Unless it is a dense matrix, the cases read at most PAIRS entries of the default table in total.
     """
     cases = sequences.cases(data, "valid")
     with_history = (cases.position > data.start.to(cases.position.device)[cases.user]).nonzero().squeeze(1)
@@ -151,7 +147,7 @@ def drawn_cases(data: Sequences, tables: Tables, pairs: int = PAIRS) -> Cases:
         index = drawn.to(cases.user.device)
         recent = sequences.window(data, cases.user[index], cases.position[index], config.events).items.cpu()
         read = term.offsets.diff()[recent].sum(1).cumsum(0)
-        drawn = drawn[: max(1, int((read <= pairs).sum()))]
+        drawn = drawn[: max(1, int((read <= PAIRS).sum()))]
     index = drawn.sort().values.to(cases.user.device)
     return Cases(user=cases.user[index], position=cases.position[index])
 
@@ -222,18 +218,10 @@ def choose(
     again: CountsConfig | None = None,
     further: Sequence[str] = (),
 ) -> Choice:
-    """Return the settings of the count term that improves `base` most.
+    """Return the settings of the count term that improves `base` most; see `search` for `start`, `axes` and `again`.
 
-    Args:
-        base: scorer of a model.
-        tables: count tables of the training events, on the host.
-        data: the prepared dataset, on the device of the model.
-        filter_seen: whether seen items are left out.
-        start: initial settings, which are kept unless others are better.
-        axes: alternatives, tried axis by axis.
-        again: see `search`.
-        further: terms to try one after the other with the best settings so far, ease and repeats; those that improve
-            them are kept.
+    The `further` terms, ease and repeats, are tried one after the other with the best settings so far, and kept if they
+    improve them. `tables` are on the host, and `data` is on the device of the model.
     """
     cases, base = drawn_cases(data, tables), remembered(base)
     ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
@@ -282,13 +270,9 @@ def has_repeats(data: Sequences) -> bool:
 def for_model(
     model: SequenceModel, data: Sequences, config: FinetuneConfig, *, filter_seen: bool
 ) -> tuple[CountTerm | None, dict[str, Any]]:
-    """Return the count term of a trained model, and its settings for the card; see `finetune.counts`.
+    """Return the count term of a trained model, and its settings for the card; `config.counts` is not `none`.
 
-    Args:
-        model: trained model.
-        data: the prepared dataset, on the host; only training events are counted.
-        config: section `finetune`; `counts` is `auto` or a mapping of settings.
-        filter_seen: whether validation leaves out seen items.
+    `data` is on the host; only training events are counted.
     """
     if not isinstance(config.counts, str):
         values = parse(CountsConfig, config.counts, "finetune.counts")

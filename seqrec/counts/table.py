@@ -44,17 +44,12 @@ def most_targets(num_items: int) -> int:
     return max(FEWEST_TARGETS, min(MOST_TARGETS, STORED // max(1, num_items)))
 
 
-def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: int = PAIRS) -> CountTable:
+def count(data: Sequences, weights: Sequence[float], limit: int = 0) -> CountTable:
     """Return C_ba = sum_d weights[d - 1] N^(d)_ba, where N^(d)_ba counts how often b is d training events before a.
 
     If events of the same time have a random order (ties.py), C is the mean for this order and its reverse.
-    Each of torch's threads holds `pairs` pairs. The result depends on neither number.
-
-    Args:
-        data: the prepared dataset; only training events are read.
-        weights: weights of the distances 1, 2, ...
-        limit: targets kept per item, those with the largest counts; 0: set by the size of the catalogue.
-        pairs: pairs held in memory at once by a thread; the pairs of one item are never split.
+    Each of torch's threads holds PAIRS pairs, and never splits those of one item. The result depends on neither number.
+    At most `limit` targets are kept per item, those with the largest counts; 0: as many as `most_targets` says.
     """
     item_E, rest_E, orders = _train(data)
     weights = [weight / orders for weight in weights]
@@ -68,7 +63,7 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0, *, pairs: i
         return _rows(item_E, rest_E, event, np.array(weights), first, stop, bits, limit)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # numpy lets other threads work meanwhile
-        parts = list(threads.map(rows, _ranges(bounds, max(1, pairs // max(1, len(weights))), 1 << (32 - bits))))
+        parts = list(threads.map(rows, _ranges(bounds, max(1, PAIRS // max(1, len(weights))), 1 << (32 - bits))))
     number, targets, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     return CountTable(
         offsets=torch.from_numpy(np.concatenate([[0], number.cumsum()])),

@@ -94,10 +94,10 @@ def compare(
     return result
 
 
-def sign_flip_p_value(total_U: FloatArray, *, seed: int, flips: int = FLIPS) -> float:
+def sign_flip_p_value(total_U: FloatArray, *, seed: int) -> float:
     """Return the two-sided p-value of sum(total_U) under random signs: the sign-flip test.
 
-    For up to `EXACT_USERS` users with a difference, all flips are enumerated. For more, `flips` random flips are drawn,
+    For up to `EXACT_USERS` users with a difference, all flips are enumerated. For more, `FLIPS` random flips are drawn,
     and the observed signs are counted as one more, so that no p-value is 0 (Phipson and Smyth 2010). The signs of m
     users with the same absolute difference sum to 2 Binomial(m, 1/2) - m, so one number is drawn for all of them.
     """
@@ -111,10 +111,10 @@ def sign_flip_p_value(total_U: FloatArray, *, seed: int, flips: int = FLIPS) -> 
     generator = np.random.default_rng(seed)
     step = max(1, 4_000_000 // len(size))  # bounds the memory of one draw
     extreme = 0
-    for start in range(0, flips, step):
-        heads = generator.binomial(users, 0.5, size=(min(step, flips - start), len(size)))
+    for start in range(0, FLIPS, step):
+        heads = generator.binomial(users, 0.5, size=(min(step, FLIPS - start), len(size)))
         extreme += int((np.abs((2 * heads - users) @ size) >= enough).sum())
-    return (extreme + 1) / (flips + 1)
+    return (extreme + 1) / (FLIPS + 1)
 
 
 def _read(run: str) -> Finished:

@@ -103,10 +103,9 @@ def test_the_values_of_a_search_are_those_of_a_ranking(data, values, filter_seen
 
     found = CaseNdcg(base, data, cases, filter_seen=filter_seen)(counts)
 
-    ranked = ranking.rank(with_counts(base, counts), data, cases, filter_seen=filter_seen)
-    rank = ranked.rank if filter_seen else ranked.rank_unfiltered
+    ranked = ranking.rank(with_counts(base, counts), data, cases, filter_seen=filter_seen, both=False)
     assert 0 < found.mean() < 1
-    assert found == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+    assert found == pytest.approx(metrics.ndcg(ranked.rank.numpy(), 10))
 
 
 def test_a_case_without_cells_has_none_that_is_true():
@@ -135,9 +134,8 @@ def test_a_further_term_is_weighed_as_it_is_ranked(data, filter_seen, square, mo
     for weight, ours in zip((0.0, 30.0), found, strict=True):
         settings = {name: weight, f"{name}_decay": how, "ease_events": 20}
         both = tables.built(CountsConfig(popularity=-0.2, **settings))
-        ranked = ranking.rank(with_counts(nothing, both), data, cases, filter_seen=filter_seen)
-        rank = ranked.rank if filter_seen else ranked.rank_unfiltered
-        assert ours == pytest.approx(metrics.ndcg(rank.numpy(), 10))
+        ranked = ranking.rank(with_counts(nothing, both), data, cases, filter_seen=filter_seen, both=False)
+        assert ours == pytest.approx(metrics.ndcg(ranked.rank.numpy(), 10))
     assert found[0].mean() != found[1].mean() or (name == "repeats" and filter_seen)
 
 
@@ -190,10 +188,12 @@ def test_the_cases_of_a_large_catalogue_are_fewer(data, monkeypatch, scores, num
 
 def test_cases_whose_items_have_many_followers_are_fewer(data, monkeypatch):
     tables, most = Tables(data), 800
-    all_of_a_matrix = search.drawn_cases(data, tables, pairs=most)
+    monkeypatch.setattr(search, "PAIRS", most)
+    all_of_a_matrix = search.drawn_cases(data, tables)
     monkeypatch.setattr(term, "DENSE", 0)
-
-    few, every = search.drawn_cases(data, tables, pairs=most), search.drawn_cases(data, tables)
+    few = search.drawn_cases(data, tables)
+    monkeypatch.setattr(search, "PAIRS", 1 << 24)
+    every = search.drawn_cases(data, tables)
 
     followers = tables.table(CountsConfig()).offsets.diff()
     assert 0 < len(few) < len(every) == len(all_of_a_matrix)
