@@ -23,10 +23,8 @@ def query_flops(model: SequenceModel) -> int:
     """Return the floating-point operations of one query, for a history that fills the window.
 
     Matrix products and convolutions are counted, a multiplication and an addition as two operations. Element-wise
-    operations, such as a normalisation or a scan, are not counted, and neither is scoring the items.
-
-    Args:
-        model: on the CPU, in eval mode; the fused kernels of an accelerator would not be counted.
+    operations, such as a normalisation or a scan, are not counted, and neither is scoring the items. The model must be
+    on the CPU, in eval mode: the fused kernels of an accelerator would not be counted.
     """
     length = model.options.history
     items_1L = torch.arange(length).remainder(model.catalogue.num_items).add(1).unsqueeze(0)

@@ -44,15 +44,8 @@ def bootstrap(
     Student's t interval is safer for differences of which few are not 0. For shares it counts one more case with the
     lowest or highest value, because a few cases may all happen to have 0. With many users both are the same.
 
-    Users are resampled rather than cases, because the cases of one user are not independent.
-
-    Args:
-        value: value of each case, usually a share.
-        user: user of each case.
-        confidence: level of the interval.
-        resamples: number of resamples.
-        seed: seed of the resampling.
-        difference: whether the values are differences of shares; always true if one of them is negative.
+    Users are resampled rather than cases, because the cases of one user are not independent. The values are shares, or
+    differences of shares: with `difference`, or if one of them is negative.
     """
     if len(value) == 0:
         return Interval(0.0, 0.0, 0.0)

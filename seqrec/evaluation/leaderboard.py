@@ -85,9 +85,7 @@ def below_baseline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the model that is best on validation, its paired gains over the best baseline, and sentences about them.
 
-    Args:
-        reports: folder with the cases of every row.
-        rows: rows of the leaderboard.
+    `reports` holds the cases of every row.
     """
     best, baseline = next((row for row in rows if not row["baseline"]), None), best_baseline(rows)
     model = best and best["model"]
@@ -171,12 +169,7 @@ def show(*, reports: Path = Path("reports")) -> None:
 
 
 def say(reports: Path, more: Sequence[str] = ()) -> None:
-    """Print the leaderboard and what follows from it; the last lines say what to use.
-
-    Args:
-        reports: folder with leaderboard.json, beside the folder `artifacts` of the models.
-        more: lines to print before the last ones.
-    """
+    """Print the leaderboard in `reports` and what follows from it; after the lines `more`, the last say what to use."""
     report = read_json(reports / LEADERBOARD)
     console = Console()
     console.print(render(report["rows"]))
@@ -209,9 +202,7 @@ def decision(outcome: Mapping[str, Any]) -> str:
 def advice(report: Mapping[str, Any], folder: Path) -> list[str]:
     """Return which model to use, by how much it differs from the best baseline, and the command that serves it.
 
-    Args:
-        report: content of leaderboard.json.
-        folder: folder of the run; it holds `artifacts` and, unless it is the project, params.yaml.
+    The `folder` of the run holds `artifacts` and, unless it is the project, params.yaml.
     """
     command = "python -m seqrec serve"
     if folder != Path():

@@ -26,9 +26,7 @@ FloatArray = NDArray[np.float64]
 def require_possible(values: Mapping[str, float], name: str) -> None:
     """Raise ValueError if a value is not finite, or if a share or accuracy is outside [0, 1] by more than rounding.
 
-    Args:
-        values: values by metric, as in metrics.json: `test/ndcg@10`, `valid/mrr`, `test/ndcg@10/low`, `test/cases`.
-        name: name of the model, for the error message.
+    The names of `values` are as in metrics.json: `test/ndcg@10`, `valid/mrr`, `test/ndcg@10/low`, `test/cases`.
     """
     wrong = [
         f"{metric} {value}"

@@ -262,11 +262,8 @@ def convert(state: Mapping[str, Tensor], config: Any, model: Recformer, *, head:
     those are used. With a window over the whole text and equal token types, the output equals BERT's; with fewer
     layers, that of BERT's first layers.
 
-    Args:
-        state: weights of the checkpoint's masked language model.
-        config: settings of the checkpoint.
-        model: gives the sizes, and the values of weights that the checkpoint lacks.
-        head: whether `state` holds a trained head for masked words.
+    `state` are the weights of the checkpoint's masked language model, and `head` says whether it has a trained head.
+    `model` gives the sizes, and the values of weights that the checkpoint lacks.
     """
     kind = config.model_type
     below = {name.removeprefix(f"{kind}."): value for name, value in state.items()}
@@ -328,11 +325,7 @@ def _renamed(state: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, T
 def text_vectors(tokens: Mapping[str, Tensor], checkpoint: str) -> Tensor:
     """Return a text vector of unit length for each item (V, D): the mean output of the frozen BERT `checkpoint`.
 
-    The vector of padding is 0.
-
-    Args:
-        tokens: tokens of the catalogue by the checkpoint's tokeniser; see `seqrec.data.item_tokens.tokenise`.
-        checkpoint: see `locate`.
+    The vector of padding is 0. `tokens` are what `item_tokens.tokenise` returns for the checkpoint's tokeniser.
 
     Raises:
         ConfigError: the checkpoint is of another kind.
