@@ -1,6 +1,5 @@
 """A model with a count term gives the same scores wherever it is asked; without one, nothing changes."""
 
-import json
 from dataclasses import asdict
 
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from seqrec.config import ConfigError, CountsConfig, EvaluateConfig, FinetuneCon
 from seqrec.counts import search, term
 from seqrec.data import sequences
 from seqrec.data.sequences import trained_until
-from seqrec.evaluation import ranking
+from seqrec.evaluation import metrics, ranking
 from seqrec.serving import approximate_search, onnx_engine, onnx_graph
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.torch_engine import TorchEngine
@@ -111,10 +110,9 @@ def trained(prepared, tmp_path_factory):
 
 
 def metrics_of(prepared, root, name):
-    report = root / name / "report"
-    config = EvaluateConfig(bootstrap=100)
-    evaluate(model="sasrec", sequences=prepared, checkpoint=root / name / "finetuned", report=report, config=config)
-    return json.loads((report / "metrics.json").read_text()), pq.read_table(report / "cases.parquet")
+    paths = {"checkpoint": root / name / "finetuned", "report": root / name / "report"}
+    values = evaluate(model="sasrec", sequences=prepared, **paths, config=EvaluateConfig(bootstrap=100))
+    return values, pq.read_table(paths["report"] / "cases.parquet")
 
 
 def test_counts_leave_the_training_alone(trained):
@@ -132,25 +130,23 @@ def test_alpha_zero_is_the_pure_model(prepared, trained):
     assert not (trained / "zero" / "finetuned" / COUNTS).exists()
 
 
-def test_with_alpha_zero_popularity_has_no_weight_beside_ease_either(prepared):
-    data, model = sequences.load(prepared), make_model("sasrec", num_items=40, num_users=60)
+def test_with_alpha_zero_popularity_has_no_weight_beside_ease_either(data):
+    model = make_model("sasrec", num_items=40, num_users=60)
     config = FinetuneConfig(counts={"alpha": 0, "popularity": -3.0, "ease": 1.0})
     built, card = search.for_model(model, data, config, filter_seen=True)
     assert (built.popularity, card["popularity"]) == (0, 0)
 
 
-def test_validation_is_reported_with_what_the_other_half_chose(prepared, trained):
-    data, folder = sequences.load(prepared), trained / "auto" / "finetuned"
+def test_validation_is_reported_with_what_the_other_half_chose(prepared, data, trained):
     values, _ = metrics_of(prepared, trained, "auto")
-    checkpoint = load_checkpoint(folder)
+    checkpoint = load_checkpoint(trained / "auto" / "finetuned")
     chosen = checkpoint.card["counts"]
 
     assert values["counts/alpha"] == chosen["alpha"] > 0
     assert values["valid/ndcg@10"] == pytest.approx(chosen["valid/ndcg@10"]["cross_fitted"])
     scorer = term.with_counts(ranking.model_scorer(checkpoint.model), checkpoint.count_term)
     ranked = ranking.rank(scorer, data, sequences.cases(data, "test"), filter_seen=True)
-    mean = torch.where(ranked.rank <= 10, 1 / torch.log2(1 + ranked.rank), 0.0).mean()
-    assert values["test/ndcg@10"] == pytest.approx(float(mean))
+    assert values["test/ndcg@10"] == pytest.approx(metrics.ndcg(ranked.rank.numpy(), 10).mean())
 
 
 def test_a_refit_keeps_the_values_and_counts_every_event(prepared, trained, tmp_path):

@@ -1,6 +1,5 @@
 """A training that is killed leaves the old result or the new one, whole; the same command repairs what there is."""
 
-import json
 import shutil
 import sys
 
@@ -45,11 +44,11 @@ def killer():
 
 
 def epochs_of(folder):
-    """Return the epochs that card and history agree on, after loading the weights, whose hash the card has."""
-    card = load_checkpoint(folder).card
-    lines = (folder / "history.jsonl").read_text().splitlines()
-    assert card["config"]["epochs"] == len(lines) == json.loads(lines[-1])["epoch"]
-    return len(lines)
+    """Return the epochs that card and history agree on, after loading all files, whose hashes the card has."""
+    checkpoint = load_checkpoint(folder)
+    records = checkpoint.epoch_records()
+    assert checkpoint.card["config"]["epochs"] == len(records) == records[-1]["epoch"]
+    return len(records)
 
 
 def test_a_killed_retraining_leaves_one_whole_result(prepared, tmp_path, killer):

@@ -12,7 +12,6 @@ from seqrec.artifacts import MODEL_CARD, read_json
 from seqrec.commands.auto_training import model_settings
 from seqrec.commands.settings import check
 from seqrec.config import ConfigError, FinetuneConfig, PretrainConfig, from_dict, parse
-from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.training import auto_settings as auto
 from seqrec.training.auto_settings import Shape
@@ -239,14 +238,14 @@ def test_a_dataset_decides_what_a_model_leaves_to_the_rules():
     assert params.model("sasrec").options == {"length": 7, "dropout": 0.2, "layers": "auto"}
 
 
-def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_path):
+def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, data, tmp_path):
     options = dict.fromkeys(("length", "d_model", "d_state", "dropout"), "auto")
     ruled = [name for name in auto.RULED if name != "epochs"]
     settings = dict.fromkeys(ruled, "auto")
 
     run(prepared, tmp_path, model="gru4rec", options=options | {"item_bias": True}, epochs=1, **settings)
 
-    given, card = Shape.of(sequences.load(prepared)), read_json(tmp_path / "finetuned" / MODEL_CARD)
+    given, card = Shape.of(data), read_json(tmp_path / "finetuned" / MODEL_CARD)
     assert {name: card["options"][name] for name in options} == {n: auto.options("gru4rec", given)[n] for n in options}
     assert card["options"]["item_bias"] is True
     assert card["config"]["learning_rate"] == 2e-3
@@ -254,8 +253,7 @@ def test_a_training_card_holds_the_numbers_that_the_rules_gave(prepared, tmp_pat
     assert {name: card["config"][name] for name in ruled} == {name: expected[name] for name in ruled}
 
 
-def test_the_shape_is_that_of_the_training_part(prepared):
-    data = sequences.load(prepared)
+def test_the_shape_is_that_of_the_training_part(data):
     events = (data.train_stop - data.start).double()
 
     measured = Shape.of(data)

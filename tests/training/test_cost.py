@@ -15,21 +15,19 @@ from support import run, weights
 from torch.nn import functional as F
 
 from seqrec.config import FinetuneConfig
-from seqrec.data import sequences
 from seqrec.training import auto_settings, cost, train
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.losses import cross_entropy
 from seqrec.training.utilisation import Utilisation
 
 
-def test_measuring_changes_neither_the_model_nor_the_random_numbers(prepared, tmp_path):
+def test_measuring_changes_neither_the_model_nor_the_random_numbers(prepared, data, tmp_path):
     run(prepared, tmp_path, epochs=1)
     model = load_checkpoint(tmp_path / "finetuned").model
     before, state = weights(tmp_path), torch.get_rng_state()
 
-    config = FinetuneConfig(batch_size=16, warmup_steps=1)
-    data, accelerator = sequences.load(prepared), Accelerator(cpu=True)
-    found = cost.measure(model, data, stage="finetune", config=config, filter_seen=True, accelerator=accelerator)
+    settings = {"stage": "finetune", "config": FinetuneConfig(batch_size=16, warmup_steps=1), "filter_seen": True}
+    found = cost.measure(model, data, **settings, accelerator=Accelerator(cpu=True))
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)

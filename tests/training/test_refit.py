@@ -32,7 +32,7 @@ def trained(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "sasrec"
     torch.manual_seed(0)
     run(prepared, folder, save_steps=1)
-    lines = records(folder / "finetuned")
+    lines = load_checkpoint(folder / "finetuned").epoch_records()
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
         line[METRIC] = value
     (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -47,24 +47,16 @@ def retrain(prepared, trained, out, **more):
     return refit.retrain(model="sasrec", sequences=prepared, **folders, **paths, **more)
 
 
-def records(folder):
-    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("history", "epochs"),
     [
-        ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.3)], {"a": 2, "b": 0}),  # the second phase never got better
-        ([("a", 0.1), ("a", 0.3), ("b", 0.2), ("b", 0.4)], {"a": 2, "b": 2}),
-        ([("a", None), ("a", 0.1), ("a", None)], {"a": 2}),  # not every epoch is evaluated
+        ([("a", 1, 0.1), ("a", 2, 0.3), ("b", 1, 0.2), ("b", 2, 0.3)], {"a": 2, "b": 0}),  # b never got better
+        ([("a", 1, 0.1), ("a", 2, 0.3), ("b", 1, 0.2), ("b", 2, 0.4)], {"a": 2, "b": 2}),
+        ([("a", 1), ("a", 2, 0.1), ("a", 3)], {"a": 2}),  # not every epoch is evaluated
     ],
 )
 def test_the_epochs_are_those_whose_weights_were_kept(history, epochs):
-    number: dict[str, int] = {}
-    lines = []
-    for phase, value in history:
-        number[phase] = number.get(phase, 0) + 1
-        lines.append({"phase": phase, "epoch": number[phase]} | ({} if value is None else {METRIC: value}))
+    lines = [dict(zip(("phase", "epoch", METRIC), values, strict=False)) for values in history]
 
     assert refit.chosen_epochs(lines) == epochs
 
@@ -76,20 +68,18 @@ def retrained(prepared, trained, tmp_path_factory):
     return out / "refitted", retrain(prepared, trained, out)
 
 
-def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(prepared, trained, retrained):
+def test_it_stops_at_the_chosen_epoch_of_the_same_schedule_and_measures_nothing(data, trained, retrained):
     folder, values = retrained
 
-    again, before = records(folder), records(trained / "finetuned")
-    assert values["epochs"] == len(again) == 2
-    assert not any(name.startswith("valid/") for record in again for name in record)
-    rates = [[record["learning_rate"] for record in history] for history in (again, before)]
+    again, before = (load_checkpoint(place) for place in (folder, trained / "finetuned"))
+    assert values["epochs"] == len(again.epoch_records()) == 2
+    assert not any(name.startswith("valid/") for record in again.epoch_records() for name in record)
+    rates = [[record["learning_rate"] for record in one.epoch_records()] for one in (again, before)]
     assert rates[0] == pytest.approx(rates[1][:2], rel=0.1)  # an epoch has a few more batches
     assert rates[0][1] > 3 * rates[1][3]  # not run down to the end within two epochs
-    card, origin = (read_json(place / "config.json") for place in (folder, trained / "finetuned"))
-    assert card["refit"] == {"fingerprint": origin["fingerprint"], "epochs": {"train": 2}, "until": "test"}
-    assert card["config"] == origin["config"]
-    counts = pq.read_table(folder / "vocabulary.parquet")["count"].to_pylist()
-    assert sum(counts) == len(sequences.load(prepared).items)
+    assert again.card["refit"] == {"fingerprint": before.card["fingerprint"], "epochs": {"train": 2}, "until": "test"}
+    assert again.card["config"] == before.card["config"]
+    assert again.item_counts.sum() == len(data.items)
 
 
 def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, retrained, tmp_path, caplog):
@@ -128,13 +118,11 @@ def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(pre
         )
 
 
-def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, trained, tmp_path):
-    data = sequences.load(prepared)
-
+def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, data, trained, tmp_path):
     retrain(prepared, trained, tmp_path, until="valid")
 
-    counts = pq.read_table(tmp_path / "refitted" / "vocabulary.parquet")["count"].to_pylist()
-    assert sum(counts) == int((data.valid_stop - data.start).sum())
+    counts = load_checkpoint(tmp_path / "refitted").item_counts
+    assert counts.sum() == int((data.valid_stop - data.start).sum())
     seen = sequences.trained_until(data, data.valid_stop)
     assert (seen.train_stop == data.valid_stop).all()
     assert (seen.stop == data.stop).all()
