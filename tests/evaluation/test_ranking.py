@@ -10,13 +10,15 @@ from seqrec.evaluation import ranking, results
 from seqrec.serving.recommender import best_of
 
 
-def fixed_scorer(score_V):
-    """Everybody gets the same scores; item blocks as small as the module's constant says."""
+def fixed_scorer(score):
+    """Everybody gets their row of scores, or all the same ones; item blocks as small as the module's constant says."""
 
     def scorer(data, user, stop):
+        score_BV = score[user] if score.ndim == 2 else score.repeat(len(user), 1)
+
         def blocks():
-            for first in range(1, len(score_V), ranking.ITEMS_PER_BLOCK):
-                yield first, score_V[first : first + ranking.ITEMS_PER_BLOCK].repeat(len(user), 1)
+            for first in range(1, data.num_items + 1, ranking.ITEMS_PER_BLOCK):
+                yield first, score_BV[:, first : first + ranking.ITEMS_PER_BLOCK].clone()
 
         return blocks
 
@@ -151,14 +153,8 @@ def test_ranks_equal_a_brute_force_ranker(three, monkeypatch, seed, rows, items,
     cases = sequences.cases(three, "test")
     table = np.random.default_rng(seed).integers(0, levels, size=(three.num_users, three.num_items + 1))
 
-    def scorer(data, user, stop):
-        def blocks():
-            for first in range(1, data.num_items + 1, items):
-                yield first, torch.from_numpy(table[user.numpy(), first : first + items]).float()
-
-        return blocks
-
     monkeypatch.setattr(ranking, "ITEMS_PER_BLOCK", items)
+    scorer = fixed_scorer(torch.from_numpy(table).float())
     ranked = ranking.rank(scorer, three, cases, filter_seen=filter_seen, top_k=5, rows=rows)
 
     for case, (user, stop) in enumerate(zip(cases.user.tolist(), cases.position.tolist(), strict=True)):

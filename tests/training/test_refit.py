@@ -99,9 +99,10 @@ def test_a_killed_refit_continues_and_gives_the_same_weights(prepared, trained, 
 
 def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(prepared, trained, retrained, tmp_path):
     folder, _ = retrained
+    shared = {"model": "sasrec", "report": tmp_path, "config": EvaluateConfig()}
 
     with pytest.raises(ValueError, match="refitted on every event"):
-        evaluate(model="sasrec", sequences=prepared, checkpoint=folder, report=tmp_path, config=EvaluateConfig())
+        evaluate(**shared, sequences=prepared, checkpoint=folder)
     with pytest.raises(ValueError, match="refitted on every event"):
         warm_start(load_checkpoint(trained / "initial").model, prepared, folder)
     split = tmp_path / "another split"
@@ -109,13 +110,7 @@ def test_what_has_seen_the_test_events_is_neither_evaluated_nor_started_from(pre
     card = read_json(split / "split.json")
     write_json(split / "split.json", card | {"split_sha256": "another", "protocol": "RATIO-full"})
     with pytest.raises(ValueError, match=r"may have been trained on the cases of .*prepare\.protocol LOO-full"):
-        evaluate(
-            model="sasrec",
-            sequences=split,
-            checkpoint=trained / "finetuned",
-            report=tmp_path,
-            config=EvaluateConfig(),
-        )
+        evaluate(**shared, sequences=split, checkpoint=trained / "finetuned")
 
 
 def test_a_refit_until_the_validation_events_sees_those_and_no_test_event(prepared, data, trained, tmp_path):
