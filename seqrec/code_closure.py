@@ -70,7 +70,7 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
     if start is None:
         raise ValueError(f"{module} is not a module below {root}, and was not imported from a file")
     own = None if _file(module, root) else start.parent
-    found: dict[str, Path] = {}
+    files: list[Path] = []
     waiting, known = [module], set[str]()
     while waiting:
         name = waiting.pop()
@@ -80,10 +80,11 @@ def closure(module: str, *, exempt: Collection[str] = (), lazy: bool = True, roo
         path = start if name == module else _file(name, root) or _beside(name, own)
         if path is None or _is_exempt(name, exempt, module):
             continue
-        found[name] = path
-        waiting += _imports(_text(path), lazy)
+        text = path.read_text(encoding="utf-8")
+        if not _is_empty(text):
+            files.append(path)
+        waiting += _imports(text, lazy)
         waiting += [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]  # packages run as well
-    files = (path for path in found.values() if not _is_empty(_text(path)))
     return tuple(sorted(path.relative_to(root) if path.is_relative_to(root) else path for path in files))
 
 
@@ -114,10 +115,6 @@ def _beside(module: str, folder: Path | None) -> Path | None:
     files = (_imported_file(module), base.with_suffix(".py"), base / "__init__.py")
     mine = (file for file in files if file and file.is_file() and file.is_relative_to(folder))
     return next((file for file in mine if "site-packages" not in file.parts), None)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 @functools.cache

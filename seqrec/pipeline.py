@@ -99,23 +99,17 @@ def _of_dataset(stage: str) -> Settings:
     return lambda params, dataset: {"dataset": dataset, "config": params.section(stage, dataset=dataset)}
 
 
-def _of_pretrain(params: Params, model: str) -> dict[str, Any]:
-    shared = {"architecture": params.model(model), "sources": params.sources}
-    return shared | _of_training("pretrain", params, model)
-
-
 def _of_training(stage: str, params: Params, model: str) -> dict[str, Any]:
-    config = params.section(stage, model=model)
-    shared = {"filter_seen": params.filters_seen()}
-    return {"model": model, "config": config, "experiment": params.section("register").experiment} | shared
+    return {
+        "model": model,
+        "config": params.section(stage, model=model),
+        "experiment": params.section("register").experiment,
+        "filter_seen": params.filters_seen(),
+    }
 
 
-def _of_finetune(params: Params, model: str) -> dict[str, Any]:
-    return _of_training("finetune", params, model) | {"refit": params.section("evaluate").refit}
-
-
-def _of_evaluate(params: Params, model: str) -> dict[str, Any]:
-    return {"model": model, "filter_seen": params.filters_seen(), "config": params.section("evaluate")}
+def _of_evaluation(params: Params) -> dict[str, Any]:
+    return {"filter_seen": params.filters_seen(), "config": params.section("evaluate")}
 
 
 SEQUENCES = "data/sequences/sequences.arrow"
@@ -167,7 +161,7 @@ STAGES = (
         summary="compute and evaluate the baselines: popularity, repeats, followers, EASE, PCTM, rules",
         each="run",
         paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
-        settings=lambda params, _: {"filter_seen": params.filters_seen(), "config": params.section("evaluate")},
+        settings=lambda params, _: _of_evaluation(params),
         reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "data/items.parquet"),
         writes=tuple(path for name in BASELINES for path in (f"reports/{name}", f"artifacts/{name}/finetuned")),
     ),
@@ -181,7 +175,11 @@ STAGES = (
             "initial": "artifacts/{item}/initial",
             "state": "state",
         },
-        settings=_of_pretrain,
+        settings=lambda params, model: {
+            "architecture": params.model(model),
+            "sources": params.sources,
+            **_of_training("pretrain", params, model),
+        },
         reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "data/items.parquet", "data/sources"),
         writes=("artifacts/{item}/initial",),
     ),
@@ -195,7 +193,10 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "state": "state",
         },
-        settings=_of_finetune,
+        settings=lambda params, model: {
+            **_of_training("finetune", params, model),
+            "refit": params.section("evaluate").refit,
+        },
         reads=(SEQUENCES, VOCABULARY, USERS, SPLIT, "artifacts/{item}/initial"),
         writes=("artifacts/{item}/finetuned",),
         metrics="reports/{item}/finetune.json",
@@ -209,7 +210,7 @@ STAGES = (
             "checkpoint": "artifacts/{item}/finetuned",
             "report": "reports/{item}",
         },
-        settings=_of_evaluate,
+        settings=lambda params, model: {"model": model, **_of_evaluation(params)},
         reads=(SEQUENCES, VOCABULARY, USERS, NEGATIVES, SPLIT, "artifacts/{item}/finetuned"),
         writes=tuple(
             f"reports/{{item}}/{name}" for name in ("cases.parquet", "recommendations.parquet", "metrics.json")

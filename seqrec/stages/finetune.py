@@ -69,7 +69,7 @@ def finetune(
             raise ConfigError(
                 "finetune.user_share: vectors from counts read every user; set pretrain.item_vectors: random"
             )
-    _warn(net, prepared, config, filter_seen)
+        _warn(net, prepared, config, filter_seen)
     training = Training(
         name=model,
         stage="finetune",
@@ -99,8 +99,6 @@ def finetune(
 
 def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filter_seen: bool) -> None:
     """Log the warnings about this dataset, each one once per process."""
-    if not net.phases("finetune"):
-        return
     steps = None
     if config.batch_size > auto_settings.BATCHES[0]:  # the least that the rules choose
         windows = batches.windows(prepared, net.options, config, torch.Generator())

@@ -111,7 +111,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig, events: Path | 
         return dvc_revisions.fetch(output, config)
     publications = source.publications
     _clear(output, publications, mirror_of(config))
-    found, counts = _read(output, publications, downloads, config, events)
+    found, counts, files = _read(output, publications, downloads, config, events)
     artifacts.write_json(
         output / artifacts.SOURCE_CARD,
         {
@@ -119,7 +119,7 @@ def _ingest(output: Path, downloads: Path, config: IngestConfig, events: Path | 
             "category": config.category,
             "licence": source.licence,
             "homepage": source.homepage,
-            "files": _cards(output / "raw" / config.source, found),
+            "files": files,
             "counts": counts,
             "reference": {} if events else dict(source.reference),  # of the source alone
         },
@@ -135,17 +135,20 @@ def _read(
     downloads: Path,
     config: IngestConfig,
     events: Path | None,
-) -> tuple[dict[str, SourceFile], dict[str, int]]:
-    """Return the files and the counts of the tables; a damaged download is set aside and repeated once."""
+) -> tuple[dict[str, SourceFile], dict[str, int], list[dict[str, Any]]]:
+    """Return the files, the counts of the tables, and the cards of the files in `raw`.
+
+    A damaged download is set aside and repeated once.
+    """
     for last in (False, True):
         publication, found = obtain(publications, config, downloads)
         before = _states(found)
         try:
             counts = _write_tables(output, publication, found, config, events)
-            _keep_raw(output / "raw" / config.source, found)
+            cards = _keep_raw(output / "raw" / config.source, found)
             if changed := [file.name for file, state in _states(found).items() if state != before[file]]:
                 raise ValueError(f"{changed[0]} changed while it was read: ingest a copy of it")
-            return found, counts
+            return found, counts, cards
         except DamagedFileError as error:
             if not set_aside(error.path, downloads, error) or last:
                 raise
@@ -291,26 +294,18 @@ def _check(tally: Tally, name: str, config: IngestConfig, quarantine: Path) -> N
         raise ValueError(f"the {name} file has no well-formed row")
 
 
-def _keep_raw(folder: Path, found: dict[str, SourceFile]) -> None:
+def _keep_raw(folder: Path, found: dict[str, SourceFile]) -> list[dict[str, Any]]:
+    """Copy the files to `folder`; return what source.json says of each."""
+    names, cards = [file.path.name for file in found.values()], []
     for role, file in found.items():
-        with artifacts.written(folder / _raw_name(role, found)) as partial:
+        path = folder / (file.path.name if names.count(file.path.name) == 1 else f"{role}-{file.path.name}")
+        with artifacts.written(path) as partial:
             shutil.copyfile(file.path, partial)
+        card = {"role": role, "name": path.name, "origin": file.origin, "size": path.stat().st_size}
+        cards.append({**card, "sha256": artifacts.sha256(path)})
+    return cards
 
 
 def _states(found: dict[str, SourceFile]) -> dict[Path, tuple[int, int]]:
     states = {file.path: file.path.stat() for file in found.values()}
     return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
-
-
-def _raw_name(role: str, found: dict[str, SourceFile]) -> str:
-    name = found[role].path.name
-    return name if sum(file.path.name == name for file in found.values()) == 1 else f"{role}-{name}"
-
-
-def _cards(folder: Path, found: dict[str, SourceFile]) -> list[dict[str, Any]]:
-    cards = []
-    for role, file in found.items():
-        path = folder / _raw_name(role, found)
-        card = {"role": role, "name": path.name, "origin": file.origin, "size": path.stat().st_size}
-        cards.append({**card, "sha256": artifacts.sha256(path)})
-    return cards

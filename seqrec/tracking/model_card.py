@@ -61,7 +61,9 @@ def model_card(
         source: the card that `ingest` wrote, with the licence.
     """
     kind, counts = architecture_of(card["architecture"]), split["counts"]
-    about = SUMMARIES.get(card["model"]) or _summary(kind)
+    amounts = ", ".join(f"{counts[name]:,} {words}" for name, words in COUNTED.items() if name in counts)
+    summary = (sys.modules[kind.__module__].__doc__ or kind.__name__).splitlines()[0]  # what it is, and the paper
+    about = SUMMARIES.get(card["model"], summary)
     sizes, sha256 = card["catalogue"], split["input_sha256"]
     origin = " ".join(str(source[key]) for key in ("source", "category") if source.get(key))
     origin += f" <{source['homepage']}>" if source.get("homepage") else ""  # or a page takes the colon for its end
@@ -79,7 +81,7 @@ def model_card(
         f"- architecture `{card['architecture']}`, {'; '.join([_size(card), *kept])}\n"
         f"- knows {sizes['num_items']:,} items and {sizes['num_users']:,} users",
         "## Data",
-        f"- {origin}: {_counted(counts)} after the filters\n"
+        f"- {origin}: {amounts} after the filters\n"
         f"- licence: {source.get('licence') or 'not stated'}\n"
         f"- SHA-256 of the table `{sha256}`",
         "## Split",
@@ -116,18 +118,9 @@ def _size(card: Mapping[str, Any]) -> str:
     return f"{card['parameters']:,} parameters" + (f" and {pairs:,} counted pairs" if pairs else "")
 
 
-def _summary(kind: type[SequenceModel]) -> str:
-    """Return the first line of the architecture's file: what it is, and the paper."""
-    return (sys.modules[kind.__module__].__doc__ or kind.__name__).splitlines()[0]
-
-
 def _needs(kind: type[SequenceModel], options: Mapping[str, Any]) -> str:
     needs = sorted(kind.needs_of(parse(kind.Options, options, "options")))
     return f"; also reads {', '.join(NEEDED.get(need, need) for need in needs)}" if needs else ""
-
-
-def _counted(counts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{counts[kind]:,} {words}" for kind, words in COUNTED.items() if kind in counts)
 
 
 def _table(metrics: Mapping[str, float]) -> str:

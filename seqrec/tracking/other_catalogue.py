@@ -38,15 +38,11 @@ class Numbers:
     user: Tensor  # (U,) int64
 
     @classmethod
-    def matched(cls, checkpoint: Checkpoint, data: Path) -> Numbers:
+    def matched(cls, checkpoint: Checkpoint, data: Path, device: torch.device) -> Numbers:
         """Match the items and users of the prepared dataset in `data` with the model's."""
         item = _matched(checkpoint.vocabulary["item_id"], read_table(data / VOCABULARY, ["item_id"])["item_id"])
         user = _matched(checkpoint.users["user_id"], read_table(data / USERS, ["user_id"])["user_id"])
-        return cls(torch.nn.functional.pad(item, (1, 0)), user)
-
-    def to(self, device: torch.device) -> Numbers:
-        """Return the numbers on `device`."""
-        return Numbers(self.item.to(device), self.user.to(device))
+        return cls(torch.nn.functional.pad(item, (1, 0)).to(device), user.to(device))
 
 
 def _matched(known: pa.ChunkedArray, ids: pa.ChunkedArray) -> Tensor:
@@ -70,24 +66,24 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
     Raises:
         ValueError: the model knows no item of the dataset.
     """
-    numbers = Numbers.matched(checkpoint, data)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    numbers = Numbers.matched(checkpoint, data, device)
     if not numbers.item.any():
         raise ValueError("the champion knows none of the items of the dataset")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     term, prepared = checkpoint.count_term, sequences.load(data).to(device)
     count = torch.from_numpy(checkpoint.item_counts).to(device)
-    found, chosen = numbers.to(device), sequences.cases(prepared, "valid")
+    chosen = sequences.cases(prepared, "valid")
     ranked = ranking.rank(
-        scorer(checkpoint.model.to(device), term and term.to(device), found, count),
-        replace(prepared, count=count[found.item].masked_fill(found.item == 0, -1)),  # ranks empty histories
+        scorer(checkpoint.model.to(device), term and term.to(device), numbers, count),
+        replace(prepared, count=count[numbers.item].masked_fill(numbers.item == 0, -1)),  # ranks empty histories
         chosen,
         filter_seen=filter_seen,
         both=False,
         top_k=TOP,
-        rows=max(1, min(1024, SCORES_IN_MEMORY // max(len(count), len(found.item)))),
+        rows=max(1, min(1024, SCORES_IN_MEMORY // max(len(count), len(numbers.item)))),
         name=checkpoint.card["model"],
     )
-    shown = ranked.top.masked_fill(found.item[ranked.top] == 0, 0)
+    shown = ranked.top.masked_fill(numbers.item[ranked.top] == 0, 0)
     values = {"valid/coverage@10": metrics.list_metrics(shown, prepared.count)["coverage"]}
     target = prepared.items[chosen.position].long()
     tail = (prepared.count[target] > 0) & ~metrics.head_items(prepared.count)[target]

@@ -71,6 +71,7 @@ AUDIT_TIME = "%Y-%m-%dT%H%M%S.%f"  # UTC
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
 VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: MLflow's pages link it to these
 LONGEST = 5_000  # characters of a description that MLflow keeps
+# What the model imports: pinned as installed here, local builds (`+cpu`) by their public version.
 PACKAGES = ("mlflow", "numpy", "pandas", "pyarrow", "pyyaml", "safetensors", "torch")
 PYFUNC = ROOT / "seqrec" / "serving" / "pyfunc_model.py"
 Export = Callable[[Path], object]
@@ -125,7 +126,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Saved) -> LoggedMod
                 **({"counts": str(saved / COUNTS)} if "sha256" in card["counts"] else {}),
             },
             code_paths=[str(ROOT / "seqrec")],
-            pip_requirements=requirements(),
+            pip_requirements=[f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES],
             signature=SIGNATURE,
             input_example=_example(checkpoint.item_ids),
         )
@@ -154,11 +155,6 @@ def log_graph(client: MlflowClient, model: LoggedModel, export: Export) -> None:
         (folder / ARTIFACTS / GRAPH_CARD).rename(last / ARTIFACTS / GRAPH_CARD)
         for part in (folder, last):  # a graph without its card is not used, and is uploaded again
             client.log_model_artifacts(model.model_id, str(part))
-
-
-def requirements() -> list[str]:
-    """Return pins of what the model imports, as installed here; local builds (`+cpu`) by their public version."""
-    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
 def _example(item_ids: list[str]) -> pd.DataFrame:
