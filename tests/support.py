@@ -119,10 +119,10 @@ def make_batch(rows: list[list[int]], *, user: int = 1) -> Batch:
     return Batch(items, times, torch.full((len(rows),), user))
 
 
-def write_interactions(folder: Path, rows: list[tuple[str, str, int]]) -> None:
-    """Write (user_id, item_id, timestamp) rows as an ingested and validated dataset."""
+def write_interactions(folder: Path, rows: list[tuple[str, str, int]], ratings: Sequence[float] = ()) -> None:
+    """Write (user_id, item_id, timestamp) rows, with or without ratings, as an ingested and validated dataset."""
     users, items, times = ([row[i] for row in rows] for i in range(3))
-    columns = [users, items, times, list(range(len(rows))), [None] * len(rows)]
+    columns = [users, items, times, list(range(len(rows))), ratings or [None] * len(rows)]
     arrays = [pa.array(c, type=f.type) for c, f in zip(columns, artifacts.INTERACTIONS_SCHEMA, strict=True)]
     write_table(folder / artifacts.INTERACTIONS, pa.table(arrays, schema=artifacts.INTERACTIONS_SCHEMA))
     titles = sorted(set(items))
@@ -144,9 +144,9 @@ def synthetic_rows(users: int = 60, items: int = 40, events: int = 15, seed: int
     return rows
 
 
-def prepare_rows(folder: Path, rows: list[tuple[str, str, int]], dataset: str = "synthetic", **config) -> Path:
-    """Return the folder of the prepared dataset made from `rows`."""
-    write_interactions(folder, rows)
+def prepare_rows(folder, rows, dataset="synthetic", ratings=(), **config) -> Path:
+    """Return the folder of the prepared dataset made from `rows`; see `write_interactions`."""
+    write_interactions(folder, rows, ratings)
     prepare(
         dataset=dataset,
         data=folder,

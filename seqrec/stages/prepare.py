@@ -66,10 +66,9 @@ def prepare(*, dataset: str, data: Path, validation: Path, sequences: Path, conf
     Raises:
         ValueError: the tables did not pass validation, or the filters leave nothing to train on.
     """
-    input_sha256 = sha256(data / artifacts.INTERACTIONS)
-    verdict = read_json(validation)
+    events_file = data / artifacts.INTERACTIONS
+    input_sha256, verdict = sha256(events_file), read_json(validation)
     if not verdict["success"] or verdict["input_sha256"] != input_sha256:
-        events_file = data / artifacts.INTERACTIONS
         raise ValueError(f"{validation} is not a successful validation of {events_file}: run ingest and validate again")
     if config.extend and Path(config.extend).resolve() == sequences.resolve():
         raise ConfigError(

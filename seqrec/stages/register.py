@@ -62,17 +62,7 @@ from seqrec.evaluation.leaderboard import (
 from seqrec.evaluation.leaderboard import write as write_leaderboard
 from seqrec.tracking import gate, registry, runs, view
 from seqrec.tracking.model_card import model_card
-from seqrec.tracking.runs import (
-    CHANGES_TAG,
-    COMPLETE,
-    FINGERPRINT,
-    HIDDEN,
-    KIND,
-    PIPELINE_RUN,
-    TrackingError,
-    explained,
-    registering,
-)
+from seqrec.tracking.runs import TrackingError
 from seqrec.training.checkpoint import load_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -161,7 +151,7 @@ def register(
             raise ConfigError(f"data: {entry.name} was trained on another split than {sequences} holds")
     best = next((e for e in entries if not (config.allow_below_baseline and e.row["baseline"])), entries[0])
     graph = exporting(best.folder) if config.graph else nullcontext()
-    with graph as export, registering(config, split["dataset"]), _explained(reports, config):
+    with graph as export, runs.registering(config, split["dataset"]), _explained(reports, config):
         board = write_leaderboard(reports, split, rows)
         write_csv(reports / LEADERBOARD_CSV, rows)
         write_summaries(reports / "summary", rows)
@@ -178,9 +168,9 @@ def register(
         tracker = _connect(split, data, config)
         parent = _open_parent(tracker, entries, params, pipeline_run)
         if changes := os.environ.get(CHANGES):
-            tracker.client.set_tag(parent.info.run_id, CHANGES_TAG, changes)
+            tracker.client.set_tag(parent.info.run_id, runs.CHANGES_TAG, changes)
         if pipeline_run:
-            tracker.client.set_tag(parent.info.run_id, PIPELINE_RUN, pipeline_run)
+            tracker.client.set_tag(parent.info.run_id, runs.PIPELINE_RUN, pipeline_run)
         _check_artifacts(tracker.client, parent, reports / LEADERBOARD)
         logged = {entry.name: _log_entry(tracker, entry, parent, shown) for entry in entries}
         outcome = _gate(tracker, best, logged[best.name], sequences, reports / VALIDATION, config, export)
@@ -234,7 +224,7 @@ def _facts(entries: Sequence[Entry], split: Mapping[str, Any]) -> dict[str, str]
 def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
     """Turn MLflow's failures into one error that says what is already done and what to do next."""
     try:
-        with explained(config):
+        with runs.explained(config):
             yield
     except TrackingError as error:
         raise TrackingError(
@@ -247,7 +237,7 @@ def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tr
     client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
     tags = {f"seqrec.{key}": str(split[key]) for key in ("dataset", "protocol")}
-    tags |= {f"{HIDDEN}{key}": str(split[key]) for key in ("input_sha256", "split_sha256")}
+    tags |= {f"{runs.HIDDEN}{key}": str(split[key]) for key in ("input_sha256", "split_sha256")}
     dataset = Dataset(
         name=split["dataset"],
         digest=split["split_sha256"][:8],  # as MLflow's own; the tags hold the whole
@@ -269,7 +259,7 @@ def _origin_tags() -> dict[str, str]:
     """Return user, source, git commit and the hash of dvc.lock, if any, under the names that MLflow shows."""
     lock = Path("dvc.lock")
     tags = {"mlflow.source.name": "seqrec register", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-    tags |= {f"{HIDDEN}dvc_lock": sha256(lock)} if lock.is_file() else {}
+    tags |= {f"{runs.HIDDEN}dvc_lock": sha256(lock)} if lock.is_file() else {}
     if commit := git_commit():
         return {**tags, "mlflow.source.git.commit": commit}
     logger.warning("no git commit is recorded, because the project is not in a git repository")
@@ -291,7 +281,7 @@ def _open_parent(tracker: Tracker, entries: Sequence[Entry], params: Mapping[str
     if injected is None:
         name = f"{tracker.split['dataset']}-{content[:8]}"
         return runs.open_run(tracker.client, tracker.experiment, content, name, seconds=_elapsed(tracker, entries))
-    tracker.client.set_tag(injected, FINGERPRINT, content)
+    tracker.client.set_tag(injected, runs.FINGERPRINT, content)
     return tracker.client.get_run(injected)
 
 
@@ -325,12 +315,12 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     run = runs.open_run(
         client, tracker.experiment, entry.fingerprint, entry.name, parent=parent.info.run_id, seconds=seconds
     )
-    if run.data.tags.get(COMPLETE) == entry.content:
+    if run.data.tags.get(runs.COMPLETE) == entry.content:
         return run
     run_id = run.info.run_id
     settings = {key: entry.card[key] for key in SETTINGS}
     kind = "baseline" if entry.row["baseline"] else "model"
-    tags = {KIND: kind, "seqrec.architecture": entry.card["architecture"], view.NOTE: _about(entry, tracker)}
+    tags = {runs.KIND: kind, "seqrec.architecture": entry.card["architecture"], view.NOTE: _about(entry, tracker)}
     _describe(tracker, run, settings, tags)
     for file in REPORT_FILES:
         client.log_artifact(run_id, str(entry.report / file), registry.REPORT)
@@ -343,7 +333,7 @@ def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> 
     values = view.scalars(entry.metrics) | view.best_epoch(entry.history)
     runs.log_metrics(client, run, values, entry.history, model_id=model_id, dataset=tracker.dataset)
     client.set_terminated(run_id)
-    client.set_tag(run_id, COMPLETE, entry.content)
+    client.set_tag(run_id, runs.COMPLETE, entry.content)
     return run
 
 
@@ -424,7 +414,7 @@ def _gate(
         "promoted": decision.promoted,
         "reason": decision.reason,
         "gain": decision.gain and decision.gain._asdict(),
-        "champion": champion and champion.tags.get(FINGERPRINT),
+        "champion": champion and champion.tags.get(runs.FINGERPRINT),
     }
 
 
@@ -445,12 +435,12 @@ def _finish_parent(
     verdict = f"{board['verdict']['sentence']}\n\n{verdict}"
     client.set_tag(run_id, view.NOTE, view.note(rows, verdict, reports / REPORT_PAGE))
     view.share(client, tracker.experiment, run_id)
-    if not run.data.tags.get(COMPLETE):
+    if not run.data.tags.get(runs.COMPLETE):
         settings = {"dataset": tracker.split["dataset"], "protocol": tracker.split["protocol"]}
         settings["leaderboard"] = ", ".join(entry.name for entry in entries)
-        _describe(tracker, run, settings, {KIND: "pipeline run"})
+        _describe(tracker, run, settings, {runs.KIND: "pipeline run"})
         client.log_text(run_id, yaml.safe_dump(dict(params), sort_keys=False), PARAMS)
         runs.log_metrics(client, run, view.leaders(rows))
     if runs.injected_run() is None and run.info.status != "FINISHED":  # whoever made the run ends it
         client.set_terminated(run_id)
-    client.set_tag(run_id, COMPLETE, pipeline_run or "true")
+    client.set_tag(run_id, runs.COMPLETE, pipeline_run or "true")

@@ -38,20 +38,8 @@ from seqrec.artifacts import (
 )
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.redaction import redacted
-from seqrec.tracking.runs import (
-    FINGERPRINT,
-    HIDDEN,
-    PARENT,
-    TrackingError,
-    connect,
-    experiment,
-    explained,
-    first_line,
-    log_metrics,
-    log_params,
-    open_run,
-    tracking_uri,
-)
+from seqrec.tracking import runs
+from seqrec.tracking.runs import TrackingError
 from seqrec.training.saved import FILES, Saved
 
 logger = logging.getLogger(__name__)
@@ -60,12 +48,12 @@ CANDIDATE, CHAMPION = "candidate", "champion"
 REFERENCE = "reference"  # alias of the version whose data drift is measured against, if not the champion
 REPORT = "report"  # artifact folder of a run
 ARTIFACTS = "artifacts"  # folder of a logged model, where MLflow lays what a pyfunc model reads
-WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{HIDDEN}weights_sha256", f"{HIDDEN}split_sha256", "seqrec.filter_seen"
+WEIGHTS_TAG, SPLIT_TAG, FILTER_TAG = f"{runs.HIDDEN}weights_sha256", f"{runs.HIDDEN}split_sha256", "seqrec.filter_seen"
 PROMOTED_TAG, REASON_TAG, GAIN_TAG = "seqrec.promoted", "seqrec.reason", "seqrec.gain"
 WITHDRAWN_TAG = "seqrec.withdrawn"  # of a champion that was rolled back: by which version
 STATISTICS_TAG = "seqrec.statistics"  # of a version: the histograms of its data that `validate` made
 REFIT_TAG = "seqrec.refit_of"  # of a refit: the evaluated version whose training it repeats on every event
-OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, FINGERPRINT)  # no refit shares them
+OWN_TAGS = (PROMOTED_TAG, REASON_TAG, GAIN_TAG, WITHDRAWN_TAG, WEIGHTS_TAG, runs.FINGERPRINT)  # no refit shares them
 CLAIM_TAG = "seqrec.claim"  # of a registered model: who began a promotion last
 AUDIT_TIME = "%Y-%m-%dT%H%M%S.%f"  # UTC
 AUDIT_TAG = "seqrec.audit."  # of a registered model, one a change of champion; the time follows
@@ -107,7 +95,7 @@ def log_model(client: MlflowClient, run: Run, *, checkpoint: Saved) -> LoggedMod
             client.delete_logged_model(model.model_id)
         elif model.tags.get(WEIGHTS_TAG) == weights:
             return model
-    tags = {WEIGHTS_TAG: weights, FINGERPRINT: run.data.tags[FINGERPRINT]}
+    tags = {WEIGHTS_TAG: weights, runs.FINGERPRINT: run.data.tags[runs.FINGERPRINT]}
     params = client.get_run(run_id).data.params
     name = re.sub(r"""[/:.%"']""", "_", run.info.run_name)  # MLflow refuses these here
     model = client.create_logged_model(experiment, name, run_id, tags=tags, params=params)
@@ -148,7 +136,7 @@ def log_graph(client: MlflowClient, model: LoggedModel, export: Export) -> None:
         try:
             export(folder / ARTIFACTS)
         except Exception as error:  # whatever a converter may raise; the weights answer as well
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {runs.first_line(error)}"
             logger.warning("%s has no ONNX graph and is served by torch (%s)", model.name, reason)
             return
         (last / ARTIFACTS).mkdir(parents=True)
@@ -176,7 +164,7 @@ def create_version(
             source=f"models:/{model.model_id}",
             run_id=model.source_run_id,
             model_id=model.model_id,
-            tags={**tags, **{key: model.tags[key] for key in (FINGERPRINT, WEIGHTS_TAG)}},
+            tags={**tags, **{key: model.tags[key] for key in (runs.FINGERPRINT, WEIGHTS_TAG)}},
         )
     versions = json.dumps([{"name": name, "version": int(version.version)}])
     if VERSIONS_TAG not in model.tags:
@@ -190,8 +178,8 @@ def create_version(
 
 
 def _find_version(client: MlflowClient, name: str, model: LoggedModel) -> ModelVersion | None:
-    fingerprint = model.tags[FINGERPRINT]
-    versions = client.search_model_versions(f"name = '{name}' and tags.`{FINGERPRINT}` = '{fingerprint}'")
+    fingerprint = model.tags[runs.FINGERPRINT]
+    versions = client.search_model_versions(f"name = '{name}' and tags.`{runs.FINGERPRINT}` = '{fingerprint}'")
     wanted = model.tags[WEIGHTS_TAG], f"models:/{model.model_id}"  # the model of an older version may be deleted
     return next((one for one in versions if (one.tags.get(WEIGHTS_TAG), one.source) == wanted), None)
 
@@ -297,11 +285,11 @@ def register_refit(
         TrackingError: the champion has changed in the meantime.
     """
     card, name, origin = checkpoint.card, evaluated.name, client.get_run(evaluated.run_id)
-    title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(PARENT)
-    experiment_id = experiment(client, config)
-    run = open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
-    log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
-    log_metrics(client, run, {}, checkpoint.epoch_records())
+    title, parent = f"{origin.info.run_name}-refit", origin.data.tags.get(runs.PARENT)
+    experiment_id = runs.experiment(client, config)
+    run = runs.open_run(client, experiment_id, card["fingerprint"], title, parent=parent, seconds=card["seconds"])
+    runs.log_params(client, run, {key: card[key] for key in ("options", "config", REFIT)})
+    runs.log_metrics(client, run, {}, checkpoint.epoch_records())
     model = log_model(client, run, checkpoint=checkpoint)
     reason = f"refit of version {evaluated.version} on every event"
     if export:
@@ -335,8 +323,8 @@ def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
-    with explained(config):
-        version = _find_alias(connect(config), name, alias)
+    with runs.explained(config):
+        version = _find_alias(runs.connect(config), name, alias)
     return "" if version is None else str(version.version)
 
 
@@ -346,8 +334,8 @@ def datasets(config: RegisterConfig) -> list[str]:
     Raises:
         TrackingError: the server does not answer.
     """
-    with explained(config):
-        models = connect(config).search_registered_models("name LIKE 'seqrec-%'")
+    with runs.explained(config):
+        models = runs.connect(config).search_registered_models("name LIKE 'seqrec-%'")
     return [model.name.removeprefix("seqrec-") for model in models]
 
 
@@ -359,8 +347,8 @@ def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, A
     Raises:
         TrackingError: the server does not answer.
     """
-    client, name = connect(config), f"seqrec-{dataset}"
-    with explained(config):
+    client, name = runs.connect(config), f"seqrec-{dataset}"
+    with runs.explained(config):
         version = _find_alias(client, name, REFERENCE) or find_champion(client, name)
     found: dict[str, Any] = json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
     return found
@@ -373,8 +361,8 @@ def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> 
         ConfigError: there is no such version, or it was registered without a validation.
         TrackingError: the server does not answer.
     """
-    client, name = connect(config), f"seqrec-{dataset}"
-    with explained(config):
+    client, name = runs.connect(config), f"seqrec-{dataset}"
+    with runs.explained(config):
         versions = client.search_model_versions(f"name = '{name}'")
         (found,) = [one for one in versions if int(one.version) == version] or [None]
         if found is None or STATISTICS_TAG not in found.tags:
@@ -397,9 +385,9 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     Raises:
         TrackingError: the server does not answer, or has lost the champion's files.
     """
-    client, name = connect(config), f"seqrec-{dataset}"
+    client, name = runs.connect(config), f"seqrec-{dataset}"
     folder.mkdir(parents=True, exist_ok=True)
-    with explained(config):
+    with runs.explained(config):
         evaluated = find_evaluated(client, name)
     if evaluated is None:
         write_text(folder / "none.txt", f"{name} has no champion yet\n")
@@ -415,12 +403,12 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         TrackingError: the server does not answer, has no such model or has lost its files, or `register` did not log
             the model.
     """
-    connect(config)
+    runs.connect(config)
     with tempfile.TemporaryDirectory() as directory:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))
         except (MlflowException, OSError) as error:
-            server = redacted(tracking_uri(config))
+            server = redacted(runs.tracking_uri(config))
             if "not found" in str(error):
                 known = ", ".join(datasets(config))
                 known = f"models are registered of {known}, see --dataset" if known else "no model is registered"
@@ -430,7 +418,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
                     "artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(
-                f"register.tracking_uri: {uri} cannot be fetched from {server} ({first_line(error)})"
+                f"register.tracking_uri: {uri} cannot be fetched from {server} ({runs.first_line(error)})"
             ) from error
         if not (model / ARTIFACTS / MODEL_CARD).is_file():
             raise TrackingError(f"{uri} holds no {MODEL_CARD}, so it was not logged by `register`")

@@ -147,21 +147,15 @@ def connect(config: RegisterConfig) -> MlflowClient:
 
 def _check_place(uri: str, location: str) -> None:
     """Raise TrackingError if the artifacts of a local database are not stored beside it."""
-    path, folder = sqlite_path(uri), _local_path(location)
-    if path is None or folder is None or folder.resolve().is_relative_to(path.parent.resolve()):
+    path, folder = sqlite_path(uri), Path(location.removeprefix("file://"))
+    local = location.startswith("file://") or ":/" not in location
+    if path is None or not local or folder.resolve().is_relative_to(path.parent.resolve()):
         return
     raise TrackingError(
         f"register.tracking_uri: {path} keeps its artifacts in {folder}, not beside itself: the project was moved or "
         f"copied. After a move, run `ln -s {path.parent} {folder.parent}`. In a copy, remove {path.name} and "
         "mlartifacts/, then run `seqrec register`, or `seqrec import` for the folder of a run: it creates them again"
     )
-
-
-def _local_path(location: str) -> Path | None:
-    """Return the folder that an artifact location of MLflow names, or None where it is no local one."""
-    if location.startswith("file://"):
-        return Path(location.removeprefix("file://"))
-    return None if "://" in location or ":/" in location else Path(location)
 
 
 @contextlib.contextmanager

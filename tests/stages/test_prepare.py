@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc
 from support import contents, prepare_rows, synthetic_rows, write_interactions
 
-from seqrec.artifacts import INTERACTIONS, read_json, sha256, write_json
+from seqrec.artifacts import read_json, write_json
 from seqrec.config import ConfigError, PrepareConfig
 from seqrec.data import sequences
 from seqrec.stages.prepare import prepare
@@ -68,23 +68,11 @@ def test_shards_hold_the_same_events(tmp_path, protocol):
 
 @pytest.mark.parametrize(("least", "kept"), [(0.0, 36), (-5.0, 30), (2.0, 16)])
 def test_events_under_the_minimum_rating_are_left_out(tmp_path, least, kept):
-    write_interactions(tmp_path, [(f"u{n % 3}", f"i{n // 3}", n) for n in range(36)])
-    log = pq.read_table(tmp_path / INTERACTIONS)
-    field = log.schema.field("rating")
-    ratings = pa.array([float(n % 18 - 8) for n in range(36)], field.type)
-    pq.write_table(log.set_column(log.schema.get_field_index("rating"), field, ratings), tmp_path / INTERACTIONS)
-    write_json(tmp_path / "validation.json", {"success": True, "input_sha256": sha256(tmp_path / INTERACTIONS)})
-    config = PrepareConfig(min_rating=least, min_user_events=1, min_item_events=1)
+    rows, ratings = [(f"u{n % 3}", f"i{n // 3}", n) for n in range(36)], [float(n % 18 - 8) for n in range(36)]
 
-    prepare(
-        dataset="rated",
-        data=tmp_path,
-        validation=tmp_path / "validation.json",
-        sequences=tmp_path / "sequences",
-        config=config,
-    )
+    folder = prepare_rows(tmp_path, rows, ratings=ratings, min_rating=least, min_user_events=1, min_item_events=1)
 
-    assert read_json(tmp_path / "sequences" / "split.json")["counts"]["events"] == kept
+    assert read_json(folder / "split.json")["counts"]["events"] == kept
 
 
 def test_noise_is_drawn_over_all_events_at_once(tmp_path):
@@ -132,13 +120,11 @@ def test_shards_of_a_dump_whose_last_users_have_left_hold_all_events(tmp_path):
 
 def test_other_cases_are_another_split(tmp_path):
     settings = ({}, {"cases": "first"}, {"max_cases": 5}, {"max_cases": 5, "seed": 1}, {"max_cases": 6})
-    splits = {
-        read_json(prepare_rows(tmp_path / str(number), synthetic_rows(), protocol="temporal", **some) / "split.json")[
-            "split_sha256"
-        ]
+    folders = [
+        prepare_rows(tmp_path / str(number), synthetic_rows(), protocol="temporal", **some)
         for number, some in enumerate(settings)
-    }
-    assert len(splits) == len(settings)
+    ]
+    assert len({read_json(folder / "split.json")["split_sha256"] for folder in folders}) == len(settings)
 
 
 @pytest.mark.parametrize(("place", "message"), [("nowhere", "users.parquet not found"), ("sequences", "this stage")])
@@ -228,12 +214,9 @@ def test_events_of_users_outside_the_core_are_read_but_not_learnt(tmp_path):
     rows = [(f"u{n % 4}", f"i{n % 3}", n) for n in range(80)] + [("few", "i1", 5), ("few", "odd", 6), ("left", "i1", 7)]
     rows += [("few" if n % 2 else "u1", f"i{n % 3}", n) for n in range(80, 100)]
     folder = prepare_rows(tmp_path, rows, protocol="temporal", test_share=0.09)
-    data, users, card = (
-        sequences.load(folder),
-        names(folder, "users.parquet", "user_id"),
-        read_json(folder / "split.json"),
-    )
-    few, items = users.index("few"), names(folder, "vocabulary.parquet", "item_id")
+    data, card = sequences.load(folder), read_json(folder / "split.json")
+    users, items = names(folder, "users.parquet", "user_id"), names(folder, "vocabulary.parquet", "item_id")
+    few = users.index("few")
     valid, test = (sequences.cases(data, split) for split in ("valid", "test"))
 
     assert (items, users) == (["i0", "i1", "i2"], ["u0", "u1", "u2", "u3", "few"])
