@@ -157,16 +157,9 @@ def _why_left_out(name: str, data: Sequences, filter_seen: bool, ease_items: int
 
 
 def rewrite(sequences: Path, finetuned: Checkpoint, refitted: Path, *, until: str = "test") -> dict[str, float]:
-    """Compute a baseline again on all parts of the split up to `until`, with the settings of its card.
+    """Compute the baseline `finetuned` again on all parts of the split up to `until`, with the settings of its card.
 
-    Args:
-        sequences: the prepared dataset.
-        finetuned: the baseline.
-        refitted: folder that receives the new one.
-        until: the last part, valid or test.
-
-    Returns:
-        The seconds that it took.
+    `until` is valid or test. The folder `refitted` receives the new baseline. Returns the seconds that it took.
     """
     card, prepared = finetuned.card, load_sequences(sequences)
     finetuned.check_catalogue(sequences, users=False)

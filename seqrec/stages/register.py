@@ -181,10 +181,9 @@ def register(
         write_json(reports / LEADERBOARD, board)
         metrics = {entry.name: entry.metrics for entry in entries}
         write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown, _facts(entries, split)))
-        if outcome["promoted"]:
-            gain = board["verdict"]["gain"]
-            if gain and gain["low"] <= 0:
-                logger.warning("caution about the champion: %s", board["verdict"]["sentence"])
+        gain = board["verdict"]["gain"]
+        if outcome["promoted"] and gain and gain["low"] <= 0:
+            logger.warning("caution about the champion: %s", board["verdict"]["sentence"])
         _finish_parent(tracker, parent, entries, params, reports, board, pipeline_run)
     gain = {f"gain/{SELECTION}/{name}": value for name, value in (outcome["gain"] or {}).items()}
     chosen = {f"candidate/{key}": best.row[key] for key in (SELECTION, TEST)}

@@ -50,12 +50,7 @@ def promote(
     another promotion begins during this one, this one is decided again after it; only of two machines that set the
     alias in the same moment, the later one wins. A model that was rolled back is never promoted.
 
-    Args:
-        client: client of the registry.
-        version: the candidate.
-        cases: ranks of the candidate, with the columns of artifacts.CASES_SCHEMA.
-        sequences: folder of the prepared dataset of these cases.
-        config: section `register`.
+    `cases` has the ranks of the candidate (artifacts.CASES_SCHEMA) on the prepared dataset in `sequences`.
 
     Raises:
         TrackingError: the champion's validation cases cannot be fetched, or others promote without end.

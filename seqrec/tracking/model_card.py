@@ -47,18 +47,12 @@ REFIT_NOTE = (
 
 
 def model_card(
-    card: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    split: Mapping[str, Any],
-    source: Mapping[str, Any],
+    card: Mapping[str, Any], metrics: Mapping[str, float], split: Mapping[str, Any], source: Mapping[str, Any]
 ) -> str:
     """Return the card as Markdown, short enough for the registry.
 
-    Args:
-        card: settings file of the trained weights.
-        metrics: metrics that `evaluate` wrote.
-        split: the split card.
-        source: the card that `ingest` wrote, with the licence.
+    It is made from the settings file of the weights, the metrics that `evaluate` wrote, the split card, and the card
+    that `ingest` wrote, which names the licence.
     """
     kind, counts = architecture_of(card["architecture"]), split["counts"]
     amounts = ", ".join(f"{counts[name]:,} {words}" for name, words in COUNTED.items() if name in counts)

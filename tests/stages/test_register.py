@@ -134,11 +134,10 @@ def registered(registered_template, tmp_path, monkeypatch):
     return tmp_path / "project"
 
 
-def run(root=Path(), models=MODELS, params=PARAMS, pipeline_run="", **changes):
-    folders = {"artifacts": root / "artifacts", "reports": root / "reports", "data": root / "data"}
-    folders |= {"sequences": root / "data" / "sequences"}
+def run(models=MODELS, pipeline_run="", **changes):
+    folders = {name: Path(name) for name in ("artifacts", "reports", "data")} | {"sequences": Path("data/sequences")}
     config = RegisterConfig(**{"allow_below_baseline": True, "graph": False, **changes})  # nothing is trained
-    return register(leaderboard=models, params=params, config=config, pipeline_run=pipeline_run, **folders)
+    return register(leaderboard=models, params=PARAMS, config=config, pipeline_run=pipeline_run, **folders)
 
 
 def outcome():
