@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,10 @@ def _flattened(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object_or_none(text: str) -> Any:
-    try:
-        return _object(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # of too deep, or numbers too long
-        return None
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # too deep, or numbers too long
+            return parse(text)
+    return None
 
 
 def json_lines(path: Path, fields: Mapping[str, Any]) -> Frames:
@@ -125,13 +126,6 @@ def _parsed(text: str, fields: Mapping[str, Any]) -> list[Any]:
         return ["not a JSON object or Python literal", *[None] * len(fields)]
     value = value | _flattened(value)
     return [None, *(_as_strings(value.get(name), kind) for name, kind in fields.items())]
-
-
-def _object(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return ast.literal_eval(text)
 
 
 def _as_strings(value: Any, kind: Any) -> Any:
