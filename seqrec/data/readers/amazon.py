@@ -60,16 +60,11 @@ def _products(files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], 
         return None
     types = {key: kind for key, (_, kind) in fields.items()}
     names = {key: name for key, (name, _) in fields.items()}
+    categories = category.list.join(", ").alias("category")
     # Some titles of the 2018 crawl are scripts of the page.
     title = pl.when(~pl.col("title").str.contains("getTime", literal=True)).then(pl.col("title"))
     return (
-        frame.rename(names).select(
-            *MARKS,
-            "item_id",
-            title,
-            unescaped("brand"),
-            category.list.join(", ").alias("category").pipe(unescaped),
-        )
+        frame.rename(names).select(*MARKS, "item_id", title, unescaped(pl.col("brand")), unescaped(categories))
         for frame in json_lines(files["items"], types)
     )
 

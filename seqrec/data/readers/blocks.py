@@ -76,8 +76,7 @@ def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
                 number += count(whole, "\n")
             else:
                 pending.append(chunk)
-                if sum(map(len, pending)) > LONGEST_LINE:
-                    length = sum(map(len, pending))
+                if (length := sum(map(len, pending))) > LONGEST_LINE:
                     raise ValueError(f"{path.name}: no line end in {length:,} bytes; this is not a text file")
     rest = _without_marker(b"".join(pending), number)
     if rest:
@@ -174,9 +173,13 @@ def _read(stream: gzip.GzipFile | io.BufferedReader, path: Path, size: int, *, l
 def as_lines(text: str, number: int) -> pl.DataFrame:
     """Return the non-blank lines of `text` with their line numbers; the first line is line `number`."""
     lines = pl.Series("_text", [text]).str.split("\n").explode().str.strip_suffix("\r")
-    frame = pl.DataFrame([lines]).with_row_index("_line", offset=number)
-    return frame.with_columns(pl.col("_line").cast(pl.Int64), pl.lit(None, pl.String).alias("_problem")).filter(
-        pl.col("_text").str.strip_chars() != ""
+    return marked(pl.DataFrame([lines]), pl.col("_text"), number).filter(pl.col("_text").str.strip_chars() != "")
+
+
+def marked(frame: pl.DataFrame, text: pl.Expr, first: int) -> pl.DataFrame:
+    """Return a frame with the columns `MARKS`; its rows have the original record `text`, and numbers from `first`."""
+    return frame.with_row_index("_line", offset=first).with_columns(
+        pl.col("_line").cast(pl.Int64), text.alias("_text"), pl.lit(None, pl.String).alias("_problem")
     )
 
 

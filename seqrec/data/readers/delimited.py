@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 import polars as pl
 
-from seqrec.data.readers.blocks import LONGEST_LINE, MARKS, Frames, as_lines, chunks, count, decoded
+from seqrec.data.readers.blocks import LONGEST_LINE, MARKS, Frames, as_lines, chunks, count, decoded, marked
 
 LONGEST_RECORD = 1000  # lines; limits the damage of a stray quote
 # A quoted field after its opening quote; possessive quantifiers do not backtrack, so time is linear.
@@ -69,13 +69,7 @@ def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, ski
         return None
     if len(frame) != lines:
         return None
-    frame = frame.fill_null("").with_row_index("_line", offset=number)
-    return frame.select(
-        pl.col("_line").cast(pl.Int64),
-        pl.struct(pl.lit(delimiter).alias("_by"), *names).alias("_text"),
-        pl.lit(None, pl.String).alias("_problem"),
-        *names,
-    )
+    return marked(frame.fill_null(""), pl.struct(pl.lit(delimiter).alias("_by"), *names), number)
 
 
 def _split(lines: pl.DataFrame, names: Sequence[str], delimiter: str) -> pl.DataFrame:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from seqrec.data.readers.blocks import PIECES, DamagedFileError, Frames
+from seqrec.data.readers.blocks import PIECES, DamagedFileError, Frames, marked
 from seqrec.data.readers.times import DAY_S, PER_SECOND
 
 BATCH_ROWS = 1 << 20
@@ -84,13 +84,8 @@ def excerpt(path: Path, chosen: Mapping[str, str]) -> Frames:
 
 def _frame(batch: pa.RecordBatch, chosen: Mapping[str, str], number: int) -> pl.DataFrame:
     columns = {name: _series(batch.column(column)) for name, column in chosen.items()}
-    frame = pl.DataFrame(columns).with_row_index("_line", offset=number)
     readable = [name for name, series in columns.items() if not series.dtype.is_nested()]
-    return frame.with_columns(
-        pl.col("_line").cast(pl.Int64),
-        pl.concat_str(readable, separator=",", ignore_nulls=True).alias("_text"),
-        pl.lit(None, pl.String).alias("_problem"),
-    )
+    return marked(pl.DataFrame(columns), pl.concat_str(readable, separator=",", ignore_nulls=True), number)
 
 
 def _series(values: pa.Array) -> pl.Series:

@@ -58,19 +58,16 @@ def interactions(frames: Iterable[pl.DataFrame], path: Path, time_format: str = 
             seconds(frame["timestamp"], time_format).alias("_seconds"),
             rating.cast(pl.Float32, strict=False).alias("_rating"),
         )
-        bad = frame.clear()
         if not _clean(frame, rating):
             frame = _with_problems(frame, rating, wrong_time)
-            bad = frame.filter(pl.col("_problem").is_not_null())
-            frame = frame.filter(pl.col("_problem").is_null())
-        good = frame.select(
+        good = frame.filter(pl.col("_problem").is_null()).select(
             "user_id",
             "item_id",
             pl.col("_seconds").alias("timestamp"),
             pl.col("_line").alias("row"),
             pl.col("_rating").alias("rating"),
         )
-        yield CheckedRows(good, quarantined(bad, path.name))
+        yield CheckedRows(good, quarantined(frame, path.name))
 
 
 def tables(
@@ -151,25 +148,22 @@ def items(frames: Iterable[pl.DataFrame], path: Path) -> Iterator[CheckedRows]:
             identifier(frame["item_id"]),
             _cleaned(title.alias("title")),
             *(_cleaned(frame[name]) for name in texts),
-        ).with_columns(unescaped("title"))
+        ).with_columns(unescaped(pl.col("title")))
         garbled += int(frame["title"].str.contains("\ufffd", literal=True).sum())
         frame = frame.with_columns(pl.coalesce("_problem", _id_problem("item_id")).alias("_problem"))
-        yield CheckedRows(
-            frame.filter(pl.col("_problem").is_null()).drop(MARKS),
-            quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name),
-        )
+        good = frame.filter(pl.col("_problem").is_null()).drop(MARKS)
+        yield CheckedRows(good, quarantined(frame, path.name))
     if garbled:
         logger.warning(
             "%s: %s titles are not UTF-8 and lose letters; save the file as UTF-8", path.name, f"{garbled:,}"
         )
 
 
-def unescaped(column: str | pl.Expr) -> pl.Expr:
+def unescaped(text: pl.Expr) -> pl.Expr:
     """Replace HTML entities that end in `;`, but no bare `&`."""
-    expression = pl.col(column) if isinstance(column, str) else column
     unescape = partial(re.sub, ENTITY, lambda match: html.unescape(match[0]))
-    replaced = expression.map_elements(unescape, return_dtype=pl.String, skip_nulls=True)
-    return pl.when(expression.str.contains(ENTITY)).then(replaced).otherwise(expression)
+    replaced = text.map_elements(unescape, return_dtype=pl.String, skip_nulls=True)
+    return pl.when(text.str.contains(ENTITY)).then(replaced).otherwise(text)
 
 
 def identifier(ids: pl.Series) -> pl.Series:
@@ -205,8 +199,9 @@ def _cleaned(values: pl.Series) -> pl.Series:
     return values.set(values == "", None)
 
 
-def quarantined(bad: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Return the rows of a frame with `MARKS` as rows of the quarantine; `name` is that of the file."""
+def quarantined(frame: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the rows that have a problem as rows of the quarantine; `name` is that of the file."""
+    bad = frame.filter(pl.col("_problem").is_not_null())
     return bad.select(
         pl.lit(name).alias("file"),
         pl.col("_line").alias("line"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 
 from seqrec.config import IngestConfig
-from seqrec.data.readers.blocks import MARKS, Frames, read_lines
+from seqrec.data.readers.blocks import MARKS, Frames, marked, read_lines
 from seqrec.data.readers.csv_files import chosen_columns, columns_of, own_items
 from seqrec.data.readers.delimited import delimited
 from seqrec.data.readers.row_checks import NO_EVENTS, CheckedRows, Tables, interactions, quarantined, record_text
@@ -67,15 +67,7 @@ def _with_longest(rows: pl.DataFrame) -> pl.DataFrame:
 def _exploded(sequences: pl.DataFrame, first: int) -> pl.DataFrame:
     """Return an event for each item of the lists in `item_id`; `_line` numbers the events from `first`."""
     found = sequences.with_columns(pl.int_ranges(pl.col("item_id").list.len()).alias("timestamp"))
-    return (
-        found.explode("item_id", "timestamp")
-        .with_row_index("_line", offset=first)
-        .with_columns(
-            pl.col("_line").cast(pl.Int64),
-            pl.col("item_id").alias("_text"),
-            pl.lit(None, pl.String).alias("_problem"),
-        )
-    )
+    return marked(found.explode("item_id", "timestamp"), pl.col("item_id"), first)
 
 
 def _with_ids(found: pl.DataFrame, column: str, path: Path) -> pl.DataFrame:
@@ -173,7 +165,7 @@ def _sequence_blocks(path: Path) -> Iterator[CheckedRows]:
         good = frame.filter(pl.col("_problem").is_null())
         found = _exploded(good.select("user_id", pl.col("words").list.slice(1).alias("item_id")), events_so_far + 1)
         events_so_far += len(found)
-        yield CheckedRows(NO_EVENTS, quarantined(frame.filter(pl.col("_problem").is_not_null()), path.name))
+        yield CheckedRows(NO_EVENTS, quarantined(frame, path.name))
         yield from interactions(iter([found]), path)
 
 
