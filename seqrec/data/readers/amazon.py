@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -15,14 +14,12 @@ from seqrec.data.readers.delimited import delimited
 from seqrec.data.readers.json_lines import json_lines, texts_of
 from seqrec.data.readers.row_checks import Tables, tables, unescaped
 
-AMAZON_ITEM = {"asin": ("item_id", pl.String), "title": ("title", pl.String), "brand": ("brand", pl.String)}
+AMAZON_ITEM = {"asin": "item_id", "title": "title", "brand": "brand"}
 
 
 def amazon_2014(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read JSON lines of reviews and Python-literal lines of metadata."""
-    categories = pl.List(pl.List(pl.String))
-    flat = pl.col("category").list.eval(pl.element().explode())
-    products = _products(files, {**AMAZON_ITEM, "categories": ("category", categories)}, flat)
+    products = _products(files, AMAZON_ITEM | {"categories": "category"}, nested=True)
     return tables(files, _reviews(files), products)
 
 
@@ -39,14 +36,8 @@ def amazon_2018_ratings(files: Mapping[str, Path], config: IngestConfig) -> Tabl
 
 def amazon_2023(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     """Read a CSV of ratings (`parent_asin`, times in milliseconds) and JSON lines of metadata."""
-    fields = {
-        "parent_asin": ("item_id", pl.String),
-        "title": ("title", pl.String),
-        "store": ("brand", pl.String),
-        "categories": ("category", pl.List(pl.String)),
-    }
-    products = _products(files, fields, pl.col("category"))
-    return tables(files, events(files["interactions"], {"item_id": "parent_asin"}), products)
+    names = {"parent_asin": "item_id", "title": "title", "store": "brand", "categories": "category"}
+    return tables(files, events(files["interactions"], {"item_id": "parent_asin"}), _products(files, names))
 
 
 def _reviews(files: Mapping[str, Path]) -> Frames:
@@ -54,12 +45,14 @@ def _reviews(files: Mapping[str, Path]) -> Frames:
     return texts_of(files["interactions"], names)
 
 
-def _products(files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], category: pl.Expr) -> Frames | None:
-    """Return the metadata, if any; `fields` maps its keys to our names and polars types."""
+def _products(files: Mapping[str, Path], names: Mapping[str, str], *, nested: bool = False) -> Frames | None:
+    """Return the metadata, if any; `names` maps its keys to ours; `nested` categories are lists of lists."""
     if "items" not in files:
         return None
-    types = {key: kind for key, (_, kind) in fields.items()}
-    names = {key: name for key, (name, _) in fields.items()}
+    category, kind = pl.col("category"), pl.List(pl.String)
+    if nested:
+        category, kind = category.list.eval(pl.element().explode()), pl.List(kind)
+    types = {key: kind if name == "category" else pl.String for key, name in names.items()}
     categories = category.list.join(", ").alias("category")
     # Some titles of the 2018 crawl are scripts of the page.
     title = pl.when(~pl.col("title").str.contains("getTime", literal=True)).then(pl.col("title"))
@@ -70,4 +63,4 @@ def _products(files: Mapping[str, Path], fields: Mapping[str, tuple[str, Any]], 
 
 
 def _products_2018(files: Mapping[str, Path]) -> Frames | None:
-    return _products(files, {**AMAZON_ITEM, "category": ("category", pl.List(pl.String))}, pl.col("category"))
+    return _products(files, AMAZON_ITEM | {"category": "category"})

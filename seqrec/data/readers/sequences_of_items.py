@@ -88,9 +88,9 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     frames = [frame.select("_line", "_problem", *names) for frame in delimited(path, names, "\t")]
     if not frames:
         raise ValueError(f"{path.name} is empty")
-    stripped = pl.concat(frames).with_columns(pl.col("_id", column).str.strip_chars())
-    empty = pl.any_horizontal((pl.col(name).fill_null("") == "") for name in ("_id", column))
-    repeated = pl.any_horizontal(pl.col(name).is_duplicated() for name in ("_id", column))
+    stripped = pl.concat(frames).with_columns(pl.col(names).str.strip_chars())
+    empty = pl.any_horizontal(pl.col(names).fill_null("") == "")
+    repeated = pl.any_horizontal(pl.col(names).is_duplicated())
     problem = pl.coalesce(
         "_problem",
         pl.when(empty).then(pl.lit("no id or no number")),
@@ -98,9 +98,9 @@ def _index(path: Path, column: str) -> pl.DataFrame:
     )
     bad = stripped.with_columns(problem.alias("_problem")).filter(pl.col("_problem").is_not_null())
     if not bad.is_empty():
-        line, reason = bad.sort("_line").row(0, named=True)["_line"], bad.sort("_line")["_problem"][0]
+        line, reason = bad.sort("_line").select("_line", "_problem").row(0)
         raise ValueError(f"{path.name}: {len(bad):,} of {len(stripped):,} lines are wrong; line {line}: {reason}")
-    return stripped.select("_id", column)
+    return stripped.select(names)
 
 
 def lines_of_items(files: Mapping[str, Path], config: IngestConfig) -> Tables:
