@@ -146,39 +146,38 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
             )
     if len(set(chosen.values())) < len(chosen):
         raise ValueError(f"{', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
-    found = {name: Guess(name, column, GIVEN) for name, column in chosen.items()}
+    roles, reasons = dict(chosen), dict.fromkeys(chosen, GIVEN)
     for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
         for role in ("user_id", "item_id", "timestamp", "rating"):
-            roles = {name: one.column for name, one in found.items()}
-            if role not in found and (fitting := by(role, rows, roles, time_format)):
-                found[role] = Guess(role, fitting, why)
-    roles = {name: one.column for name, one in found.items()}
+            if role not in roles and (fitting := by(role, rows, roles, time_format)):
+                roles[role], reasons[role] = fitting, why
     if "timestamp" not in roles and (named := _named("timestamp", rows, roles)):
-        found["timestamp"], roles["timestamp"] = Guess("timestamp", named[0], NAMED), named[0]
+        roles["timestamp"], reasons["timestamp"] = named[0], NAMED
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(
                 f"{path.name}: none of the columns {', '.join(names):.300} looks like {role}; name it with {flag}"
                 + (NO_TIMES if role == "timestamp" else ONE_EVENT)
             )
-    if "title" not in found and (title := _title(rows, roles)):
-        found["title"] = Guess("title", title, NAMED)
-    if "timestamp" in chosen and not time_format and _is_order(rows[roles["timestamp"]]):
-        if _fractions(rows[roles["timestamp"]].cast(pl.String)).any():
+    times = rows[roles["timestamp"]]
+    if "timestamp" in chosen and not time_format and _is_order(times):
+        if _fractions(times.cast(pl.String)).any():
             raise ValueError(
-                f"--time: the numbers of {roles['timestamp']} are not dates and have fractions, which would be "
+                f"--time: the numbers of {times.name} are not dates and have fractions, which would be "
                 "cut off: write whole numbers into it, such as the ranks of these"
             )
-        if (rows[roles["timestamp"]].cast(pl.Float64, strict=False) >= LARGEST_SECONDS).any():
+        if (times.cast(pl.Float64, strict=False) >= LARGEST_SECONDS).any():
             raise ValueError(
-                f"--time: the numbers of {roles['timestamp']} are not dates, and some are 1e11 or more, which would be "
+                f"--time: the numbers of {times.name} are not dates, and some are 1e11 or more, which would be "
                 "read as milliseconds: write smaller numbers into it, such as the ranks of these"
             )
-        found["timestamp"] = Guess("timestamp", roles["timestamp"], ORDER)
+        reasons["timestamp"] = ORDER
     else:
-        time_format = time_format or _time_format(rows[roles["timestamp"]], roles["timestamp"])
+        time_format = time_format or _time_format(times)
         _warn_of_clocks(rows, roles, time_format)
-    return sorted(found.values(), key=lambda one: list(WORDS).index(one.name)), time_format
+    if "title" not in roles and (title := _title(rows, roles)):
+        roles["title"], reasons["title"] = title, NAMED
+    return [Guess(name, roles[name], reasons[name]) for name in WORDS if name in roles], time_format
 
 
 def guess_items(path: Path, item: str, title: str = "", log: Path | None = None) -> list[Guess]:
@@ -248,14 +247,12 @@ def _sample(path: Path) -> pl.DataFrame:
     names = csv_files.header(path)
     if parquet_files.is_parquet(path):
         names = parquet_files.single(path)
-    same = {name: name for name in names}
-    with TemporaryDirectory() as folder:
-        if parquet_files.is_parquet(path):
-            frames = list(parquet_files.excerpt(path, same))
-        else:
+        frames = list(parquet_files.excerpt(path, {name: name for name in names}))
+    else:
+        with TemporaryDirectory() as folder:
             part = Path(folder) / path.name
             part.write_bytes(blocks.excerpt(path))
-            frames = list(csv_files.columns_of(part, same))
+            frames = list(csv_files.columns_of(part, {name: name for name in names}))
     good = [frame.filter(pl.col("_problem").is_null()).select(names) for frame in frames]
     rows = pl.concat(good or [pl.DataFrame(schema=names)])
     if rows.is_empty():
@@ -267,8 +264,7 @@ def _sample(path: Path) -> pl.DataFrame:
                 why += "; the first line must have the names, or the values, of all columns, with no remark above it"
         raise ValueError(f"{path.name} has no rows that can be read{why}")
     every = len(rows) // INSPECTED_ROWS + 1
-    rows = rows.filter(pl.int_range(pl.len()) // RUN_ROWS % every == 0)
-    return rows.select(name for name in names if not rows.schema[name].is_nested())
+    return rows.filter(pl.int_range(pl.len()) // RUN_ROWS % every == 0)
 
 
 def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
@@ -384,7 +380,7 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
         return _time_of_events(free, rows, roles, time_format)
     if role == "rating":
         return None
-    free = [column for column in free if "timestamp" in roles or not _is_time(rows[column], time_format)]
+    free = [column for column in free if "timestamp" in roles or _fitting(rows[column], time_format) is None]
     free = _varying(free, rows, roles)
     free.sort(key=lambda column: _likelihood(role, column))
     if role == "user_id":  # Amazon's own ratings have the items first
@@ -406,10 +402,6 @@ def _is_sparse(values: pl.Series) -> bool:
     """Return whether many values are missing, such as the users of visitors that did not log in."""
     text = values.cast(pl.String, strict=False).fill_null("").str.strip_chars()
     return bool(text.is_in(["", *MISSING]).mean() > MALFORMED)  # type: ignore[operator]
-
-
-def _is_time(values: pl.Series, time_format: str = "") -> bool:
-    return _fitting(values, time_format) is not None
 
 
 def _is_date(values: pl.Series) -> bool:
@@ -474,7 +466,7 @@ def _is_order(values: pl.Series) -> bool:
     """Return whether the values are numbers that are no times, such as days since the first one."""
     numbers = values.cast(pl.Float64, strict=False).fill_null(-1) if values.dtype != pl.Boolean else pl.Series([-1.0])
     some = _share_of_times(values, "") >= 0.5  # times with gaps
-    return not some and not _is_time(values) and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
+    return not some and _fitting(values) is None and bool((numbers >= 0).mean() >= FIT)  # type: ignore[operator]
 
 
 def _warn_of_clocks(rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> None:
@@ -491,7 +483,7 @@ def _warn_of_clocks(rows: pl.DataFrame, roles: Mapping[str, str], time_format: s
             )
 
 
-def _time_format(values: pl.Series, column: str) -> str:
+def _time_format(values: pl.Series) -> str:
     """Return the one of `FORMATS` that fits most of the values; empty if they need none.
 
     Raises:
@@ -515,18 +507,18 @@ def _time_format(values: pl.Series, column: str) -> str:
     for other, found in times.items():
         if not found.equals(times[fitting]):
             raise ValueError(
-                f"the times of {column} such as {str(known[0])!r:.40} may have the format {fitting} or {other}: "
+                f"the times of {values.name} such as {str(known[0])!r:.40} may have the format {fitting} or {other}: "
                 "choose one with --time-format"
             )
     if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
         order = (
-            f"; if they only number days or steps, pass the column with --time {column}"
+            f"; if they only number days or steps, pass the column with --time {values.name}"
             if _is_order(values) and values.n_unique() > CALENDAR
             else ""
         )
         raise ValueError(
-            f"the times of {column}{example} have no known format, or lie outside 1990 to 2035: "
+            f"the times of {values.name}{example} have no known format, or lie outside 1990 to 2035: "
             f"set --time-format, or name another column with --time{order}"
         )
     return fitting
