@@ -25,7 +25,6 @@ from seqrec.training.checkpoint import load_checkpoint
 
 HIT_RANK = 10  # the lowest rank that counts as a hit
 
-Columns = dict[str, NDArray[Any]]
 Maps = tuple[list[list[float]], list[list[float]]]
 
 
@@ -115,7 +114,7 @@ def choose(
     return Examples(users=users, names=_names(users, sequences, titles), masked=masked, sparse=sparse)
 
 
-def _first_cases(report: Path) -> Columns:
+def _first_cases(report: Path) -> dict[str, NDArray[Any]]:
     """Return user, position, target and rank of each user's first test case, the one with a recorded list."""
     names = ["user", "position", "target", "rank"]
     table = read_table(report / CASES, [*names, "split"])

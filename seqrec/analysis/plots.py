@@ -34,7 +34,7 @@ WORDS = {  # axis titles
 Record = Mapping[str, Any]
 
 
-def learning_curves(histories: Mapping[str, Sequence[Record]], finals: Mapping[str, float] | None = None) -> Figure:
+def learning_curves(histories: Mapping[str, Sequence[Record]], finals: Mapping[str, float]) -> Figure:
     """Return loss and validation metric by epoch, one line per model.
 
     Args:
@@ -46,7 +46,7 @@ def learning_curves(histories: Mapping[str, Sequence[Record]], finals: Mapping[s
     figure, looks = _curves(histories, ("loss", SELECTION), columns=2), _looks(histories)
     for name, history in histories.items():
         measured = [(record[SELECTION], epoch) for epoch, record in enumerate(history, start=1) if SELECTION in record]
-        final = (finals or {}).get(name)
+        final = finals.get(name)
         if measured and final is not None and abs(final - max(measured)[0]) > SAME:
             style = _style(name, looks[name], 1)
             style["marker"] |= {"symbol": "star", "size": 13}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from seqrec import artifacts
-from seqrec.artifacts import read_json
 from seqrec.config import ConfigError, IngestConfig
 from seqrec.redaction import redacted
 
@@ -65,7 +64,7 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
             f"ingest.repository: {config.repository} at {config.revision} cannot be read ({reason}); check the "
             "address, the revision and the credentials of the DVC remote"
         ) from error
-    card = read_json(output / artifacts.SOURCE_CARD)
+    card = artifacts.read_json(output / artifacts.SOURCE_CARD)
     if (card["source"], card["category"]) != (config.source, config.category):
         ingested = " ".join(filter(None, (card["source"], card["category"])))
         raise ConfigError(

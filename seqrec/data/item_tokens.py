@@ -82,12 +82,8 @@ def as_texts(items: Sequence[Mapping[str, str]], attributes: Sequence[str] = ())
 
 def _cleaned(values: pa.Array) -> pa.DictionaryArray:
     encoded = pc.fill_null(values, "").dictionary_encode()
-    distinct = [_clean(value) for value in encoded.dictionary.to_pylist()]
+    distinct = [" ".join(html.unescape(value[:CHARACTERS]).split()) for value in encoded.dictionary.to_pylist()]
     return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(distinct, pa.string()))
-
-
-def _clean(text: str) -> str:
-    return " ".join(html.unescape(text[:CHARACTERS]).split())
 
 
 def train_tokenizer(texts: Sequence[Texts], size: int) -> Tokenizer:

@@ -20,7 +20,7 @@ def points(trace):
 
 
 def test_learning_curves_skip_the_epochs_without_validation():
-    figure = plots.learning_curves({"sasrec": EPOCH_RECORDS, "popularity": []})
+    figure = plots.learning_curves({"sasrec": EPOCH_RECORDS, "popularity": []}, {})
     loss, metric = figure.data
 
     assert titles(figure) == ["training loss", "NDCG@10 on validation"]
@@ -97,7 +97,7 @@ def test_lines_stand_out_from_the_page_light_and_dark(ground):
 
 def test_no_two_models_share_colour_and_dash_and_baselines_are_grey():
     names = [*(f"m{number}" for number in range(12)), *BASELINES]
-    figure = plots.learning_curves(dict.fromkeys(names, EPOCH_RECORDS))
+    figure = plots.learning_curves(dict.fromkeys(names, EPOCH_RECORDS), {})
     looks = {trace.name: (trace.line.color, trace.line.dash) for trace in figure.data}
 
     assert len(set(looks.values())) == len(names)
