@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from support import Quiet, contents, listening
+from support import Quiet, contents, listening, until
 
 from seqrec.config import IngestConfig
 from seqrec.data import download, readers, sources
@@ -452,14 +452,11 @@ def test_an_ingest_killed_in_its_download_continues_it_and_ends_the_same(server,
     killed = (server.url, tmp_path / "killed", tmp_path / "d2")
     process = multiprocessing.get_context("fork").Process(target=run_stage, args=killed)
     process.start()
-    part = lambda: next((p for p in (tmp_path / "d2").glob("*/partial") if p.stat().st_size > 100_000), None)  # noqa: E731
-    while part() is None:
-        assert process.is_alive()
-        time.sleep(0.01)
+    part = until(lambda: next((p for p in (tmp_path / "d2").glob("*/partial") if p.stat().st_size > 100_000), None))
     process.kill()
     process.join()
     assert not (tmp_path / "killed" / "source.json").exists()
-    have = part().stat().st_size
+    have = part.stat().st_size
 
     server.log.clear()
     server.bytes_per_s = 0

@@ -11,11 +11,10 @@ import yaml
 from dvc.repo import Repo
 from support import synthetic_rows, write_interactions
 
-from seqrec.artifacts import INTERACTIONS, ITEMS, QUARANTINE, SOURCE_CARD, facts, sha256
+from seqrec.artifacts import INTERACTIONS, QUARANTINE, SOURCE_CARD, facts, sha256
 from seqrec.config import ConfigError, IngestConfig, parse
+from seqrec.data.dvc_revisions import FILES
 from seqrec.stages.ingest import ingest
-
-FILES = (INTERACTIONS, ITEMS, QUARANTINE, SOURCE_CARD)
 
 
 def git(folder: Path, *command: str) -> str:
