@@ -73,7 +73,8 @@ class OnnxEngine:
             row[: len(own)] = own
         inputs = {"items": items, "times": times, "user": past.user, "hidden": filled, "earlier": earlier}
         score_BK, item_BK = self.session.run(None, {name: inputs[name] for name in self.card["inputs"]})
-        return list(zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), strict=True))
+        rows = zip(score_BK[:, :k].tolist(), item_BK[:, :k].tolist(), wanted, strict=True)
+        return [(scores[:own], items[:own]) for scores, items, own in rows]
 
 
 def _padded(x_BL: NDArray[Any], number: int) -> NDArray[Any]:

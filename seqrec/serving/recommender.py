@@ -201,7 +201,7 @@ class Engine(Protocol):
         """The engine that can also do everything else."""
 
     def best(self, past: Histories, hidden: Sequence[Items], wanted: Sequence[int]) -> list[Best]:
-        """Return the best items but `hidden` of each history, at least as many as its `wanted`."""
+        """Return the best items but `hidden` of each history, as many as its `wanted`."""
 
 
 class Recommender:
@@ -356,8 +356,6 @@ class Recommender:
         return other
 
     def _answer(self, requests: Sequence[Request]) -> list[Answer]:
-        if not requests:
-            return []
         known = [self.known(request) for request in requests]
         hidden = [self._hidden(*each) for each in zip(requests, known, strict=True)]
         wanted = [min(request.candidates, len(self.item_ids)) for request in requests]
@@ -367,12 +365,9 @@ class Recommender:
             past = self.histories([requests[n] for n in plain], [known[n] for n in plain])
             found = self.engine.best(past, [hidden[n] for n in plain], [wanted[n] for n in plain])
             best |= zip(plain, found, strict=True)
-        for n in set(range(len(requests))) - set(plain):
-            best[n] = self._ranked(requests[n], known[n], hidden[n], wanted[n])
         answers = []
         for n, request in enumerate(requests):
-            scores, items = best[n]
-            candidates = scores[: wanted[n]], items[: wanted[n]]  # a neighbour may have wanted more
+            candidates = best.get(n) or self._ranked(request, known[n], hidden[n], wanted[n])
             answers.append(self._answered(request, known[n], hidden[n], candidates))
         return answers
 
