@@ -107,8 +107,8 @@ def app(
             work.append(service.follow(load, version, options.poll_s))
         if service.store is not None:
             work.append(service.store.write())
-        if service.store is not None and options.keep_days:
-            work.append(service.store.expire(options.keep_days))
+            if options.keep_days:
+                work.append(service.store.expire(options.keep_days))
         tasks = [asyncio.create_task(one) for one in work]
         yield
         if service.store is not None:
@@ -236,9 +236,9 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
         Counting is repeated after a minute at the earliest.
         """
         recommender, version = service.served.current
-        found = (await service.trending(store, days))[:k]
-        titles = [recommender.titles.get(item, "") for item, _ in found]
-        items, scores = [item for item, _ in found], [score for _, score in found]
+        gains = await service.trends.get(days, lambda: store.trending(days, schemas.MAX_ITEMS, time.time()))
+        items, scores = [item for item, _ in gains[:k]], [gain for _, gain in gains[:k]]
+        titles = [recommender.titles.get(item, "") for item in items]
         return schemas.Listing(items=items, titles=titles, scores=scores, version=version)
 
     @api.get("/users/{user:path}")
@@ -349,17 +349,23 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
 
 
 def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the model to serve, and what names its version."""
-    if not options.saved:
-        from seqrec.tracking import registry  # MLflow takes seconds to import
+    """Return what loads the model to serve, and what names its version; of champions, the one named last is loaded."""
+    if options.saved:
+        saved = numbered(options.saved, config)
+        recommender, number = loaded(saved, config, options), version_of(saved, config)
+        return lambda: recommender, lambda: number
+    from seqrec.tracking import registry  # MLflow takes seconds to import
 
-        load, version = champion(dataset, config, options)
-        if not version() and (others := registry.datasets(config)):
-            logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
-        return load, version
-    saved = numbered(options.saved, config)
-    recommender, number = loaded(saved, config, options), version_of(saved, config)
-    return lambda: recommender, lambda: number
+    named = ""
+
+    def version() -> str:
+        nonlocal named
+        named = registry.alias_version(name=f"seqrec-{dataset}", alias=registry.CHAMPION, config=config)
+        return named
+
+    if not version() and (others := registry.datasets(config)):
+        logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
+    return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served | None:
@@ -378,28 +384,8 @@ def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: s
     return Served(loaded(candidate, config, options), version)
 
 
-def champion(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple[Load, Callable[[], str]]:
-    """Return what loads the champion of `dataset`, and what names its version; what was named last is loaded."""
-    from seqrec.tracking import registry  # MLflow takes seconds to import
-
-    named = ""
-
-    def version() -> str:
-        nonlocal named
-        named = registry.alias_version(name=f"seqrec-{dataset}", alias=registry.CHAMPION, config=config)
-        return named
-
-    return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version
-
-
 def loaded(place: str, config: RegisterConfig, options: ServeConfig) -> Recommender:
-    """Return the model at `place`, which runs its ONNX graph if it has one and no approximate search is wanted.
-
-    Args:
-        place: see `located`.
-        config: section `register`.
-        options: section `serve`.
-    """
+    """Return the model at a place, see `located`; it runs its ONNX graph unless it has none or `ann` is set."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(located(place, config))
         if (folder / GRAPH_CARD).is_file() and not options.ann:

@@ -116,14 +116,6 @@ class Service:
         titles = answer.titles if query.titles else None
         return schemas.Recommendation(**vars(answer) | {"titles": titles}, version=version, recommendation_id=name)
 
-    async def trending(self, store: Store, days: float) -> list[tuple[str, float]]:
-        """Return the items that gained most, see `Store.trending`.
-
-        Raises:
-            HTTPException: 503, another window is being counted.
-        """
-        return await self.trends.get(days, lambda: store.trending(days, schemas.MAX_ITEMS, time.time()))
-
     async def experiment(self) -> schemas.Experiment:
         """Return how the candidate does against the champion, by what the store knows.
 

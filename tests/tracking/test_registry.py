@@ -172,7 +172,7 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
         raise ValueError(f"{place} is odd")
     with pytest.raises(TrackingError, match=r"never/1 is not in .*registered of .*\bloaded\b.*see --dataset"):
         Recommender.load("models:/never/1", config)
-    load, champion = http.champion("loaded", config, ServeConfig())
+    load, champion = http._served("loaded", config, ServeConfig())
     assert champion() == str(version.version)
     client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
     assert load().recommend(["i1", "i2"], user="u1") == expected
