@@ -36,17 +36,11 @@ class ApproximateEngine(TorchEngine):
     """An engine that searches a graph of items instead of scoring all of them."""
 
     def __init__(self, model: SequenceModel, term: CountTerm | None, expansion: int) -> None:
-        """Build the graph.
-
-        Args:
-            model: the model.
-            term: its count term.
-            expansion: candidates that a search keeps; more of them raise recall and latency.
-        """
+        """Build the graph. A search keeps `expansion` candidates; more of them raise recall and latency."""
         super().__init__(model, term)
         self.expansion = expansion
-        terms = () if term is None else (term, *term.further.values())
-        prior_V = sum((one.popularity * one.log_popularity for one in terms), torch.zeros(len(self.item_vectors)))
+        self.terms = () if term is None else (term, *term.further.values())
+        prior_V = sum((one.popularity * one.log_popularity for one in self.terms), torch.zeros(len(self.item_vectors)))
         item_VD = torch.cat([self.item_vectors, prior_V.unsqueeze(1)], 1)[1:]  # beside a 1 in each query
         square_V = item_VD.square().sum(1)
         rest_V = (square_V.max() - square_V).sqrt()
@@ -73,12 +67,10 @@ class ApproximateEngine(TorchEngine):
     def _found(self, query_D: Tensor, items_L: Tensor, hidden_N: Tensor, k: int, number: int) -> Best:
         """Return the best of `number` candidates, and of what followed the newest events most often."""
         item_C = self._search(query_D, number)
-        if self.term is not None:
-            for term in (self.term, *self.term.further.values()):
-                events_BJ, _ = term.newest(items_L[None])
-                follower_JK, _ = term.padded(events_BJ[0], FOLLOWERS)
-                item_C = torch.cat([item_C, follower_JK.flatten()])
-            item_C = item_C.unique()
+        for term in self.terms:
+            events_BJ, _ = term.newest(items_L[None])
+            follower_JK, _ = term.padded(events_BJ[0], FOLLOWERS)
+            item_C = torch.cat([item_C, follower_JK.flatten()]).unique()
         score_C = self.item_vectors[item_C] @ query_D
         if self.term is not None:
             score_C += self.term.of(items_L[None], item_C[None])[0]

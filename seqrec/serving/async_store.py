@@ -41,10 +41,6 @@ class AsyncStore:
 
         Those who ask during a lookup share the next one: a thread for each request costs more than the lookup.
 
-        Args:
-            users: to look up.
-            longest: see `Store.histories`.
-
         Raises:
             StoreError: the store does not answer.
         """

@@ -149,11 +149,7 @@ class Store:
     """Events in a database; safe to use from several threads and processes."""
 
     def __init__(self, url: str, patience_s: float | None = None) -> None:
-        """Connect, and make the tables that are missing.
-
-        Args:
-            url: of the database.
-            patience_s: seconds to wait for an answer of PostgreSQL; None: for ever.
+        """Connect, and make the tables that are missing; wait `patience_s` for an answer of PostgreSQL, None: for ever.
 
         Raises:
             ConfigError: the URL is of no kind of database that is supported, or other software made a table in it.
@@ -253,12 +249,7 @@ class Store:
             return len(connection.execute(insert).all())
 
     def histories(self, users: Collection[str], longest: int = 0) -> dict[str, UserHistory]:
-        """Return the history of each user, of whom nothing may be known.
-
-        Args:
-            users: to look up.
-            longest: newest events to read at least; `NEWEST_EVENTS` are read in any case.
-        """
+        """Return each user's history, which may be empty: the newest `NEWEST_EVENTS`, or `longest` if that is more."""
         with self._connection() as connection:
             return {user: _history(connection, user, max(NEWEST_EVENTS, longest)) for user in users}
 

@@ -29,14 +29,7 @@ class OnnxEngine:
     """A graph that `seqrec export` wrote; see `Engine` of recommender.py."""
 
     def __init__(self, folder: Path, card: Mapping[str, Any], threads: int = 1, keep: Any = None) -> None:
-        """Load the graph.
-
-        Args:
-            folder: where graph and weights are.
-            card: the card of the graph.
-            threads: CPU threads of a pass.
-            keep: what keeps the folder, if it is temporary.
-        """
+        """Load the graph that `card` describes; `keep` is what keeps the folder, if it is temporary."""
         self.folder, self.card, self.threads, self._keep = folder, card, threads, keep
         self.reads = Reads(**card["reads"])
         options = onnxruntime.SessionOptions()

@@ -27,12 +27,9 @@ class RecommenderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Recommend for each row.
 
-        Args:
-            context: unused.
-            model_input: column `history` (item ids, oldest first) and optionally `k`, `user`, `exclude` (item ids),
-                `times` (seconds UTC, one an item of the history) and `at` (seconds UTC of the request); an empty cell
-                counts as absent.
-            params: unused.
+        The input has the column `history` (item ids, oldest first) and optionally `k`, `user`, `exclude` (item ids),
+        `times` (seconds UTC, one an item of the history) and `at` (seconds UTC of the request); an empty cell counts as
+        absent. The other arguments are unused.
 
         Returns:
             Columns `items` (ids, best first; fewer than `k` where the catalogue has no more), `scores`, `source` (the

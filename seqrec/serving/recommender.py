@@ -229,11 +229,7 @@ class Recommender:
 
     @classmethod
     def load(cls, place: str | Path, config: RegisterConfig | None = None) -> Recommender:
-        """Load weights, card, vocabulary with titles, and users; no code of the artifact is run.
-
-        Args:
-            place: see `located`.
-            config: see `located`.
+        """Load weights, card, vocabulary with titles, and users from a place, see `located`; run no code of it.
 
         Raises:
             ValueError: a file is not the one that the card was written for.

@@ -172,14 +172,8 @@ def most_relevant_and_diverse(
 
     The next one is always that of the largest (1 - diversity) * relevance - diversity * similarity. Relevance is the
     score between 0 and 1; similarity is the largest cosine between the item and those chosen before. There are fewer
-    than `k` if there are fewer candidates, or if the limits allow no more.
-
-    Args:
-        score_N: finite scores.
-        vector_ND: item vectors.
-        k: items wanted.
-        diversity: 0 chooses by score alone, 1 by similarity alone after the first item.
-        limits: see `Attributes.limits`; an item may be under several limits.
+    than `k` if there are fewer candidates, or if the limits (see `Attributes.limits`; an item may be under several)
+    allow no more. Scores must be finite.
     """
     relevance_N = (1 - diversity) * _between_0_and_1(score_N)
     unit_ND = unit(vector_ND)
@@ -219,11 +213,7 @@ def _between_0_and_1(score_N: Floats) -> Floats:
 def explored(chosen: Sequence[int], number: int, share: float, draw: random.Random) -> list[int]:
     """Return a list in which each position, with probability `share`, holds a random candidate (epsilon-greedy).
 
-    Args:
-        chosen: candidates of the list, in its order.
-        number: number of candidates, numbered from 0; those outside the list are drawn, each at most once.
-        share: probability that a position gets a random candidate.
-        draw: random number generator.
+    Of the candidates 0 to `number` - 1, those outside the list are drawn, each at most once.
     """
     others = sorted(set(range(number)) - set(chosen))
     draw.shuffle(others)

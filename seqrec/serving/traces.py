@@ -28,11 +28,7 @@ def trace(api: FastAPI, processor: SpanProcessor | None = None) -> None:
     """Give each request a span, which carries on the caller's trace; no attribute holds a path, query or body.
 
     OpenTelemetry's variables decide where spans are sent, and how many: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME,
-    OTEL_TRACES_SAMPLER and so on.
-
-    Args:
-        api: the service.
-        processor: receives the spans; default: an exporter to the collector named by the environment.
+    OTEL_TRACES_SAMPLER and so on. Without a `processor`, spans go to the collector named by the environment.
 
     Raises:
         ConfigError: the extra `otel` is not installed.
