@@ -61,8 +61,9 @@ def test_a_malformed_body_is_refused_with_the_reason(address, text):
     assert answer.json()["detail"]
 
 
-def test_who_makes_a_pass_fail_fails_alone(recommender):
+def test_who_cannot_be_answered_or_makes_a_pass_fail_fails_alone(recommender):
     failing, sizes = copy.copy(recommender), []
+    wrong = Request(history=["i1"], filter={"colour": ["red"]})
 
     def answer(requests):
         sizes.append(len(requests))
@@ -72,7 +73,7 @@ def test_who_makes_a_pass_fail_fails_alone(recommender):
 
     async def ask():
         batcher = Batcher(Served(failing, "1"), 8, lambda *_: None)
-        futures = batcher.answer([Request(history=["i1"], diversity=float(n == 1)) for n in range(4)])
+        futures = batcher.answer([*(Request(history=["i1"], diversity=float(n == 1)) for n in range(4)), wrong])
         working = asyncio.create_task(batcher.run())
         found = await asyncio.gather(*futures, *batcher.answer([Request(history=["i2"])]), return_exceptions=True)
         working.cancel()
@@ -81,8 +82,8 @@ def test_who_makes_a_pass_fail_fails_alone(recommender):
     failing.answer = answer
     found = asyncio.run(ask())
 
-    assert [isinstance(one, PassError) for one in found] == [False, True, False, False, False]
-    assert found[4][0].items == recommender.recommend(["i2"]).items
+    assert [type(one) for one in found] == [tuple, PassError, tuple, tuple, ValueError, tuple]
+    assert found[5][0].items == recommender.recommend(["i2"]).items
     assert sizes == [5, 1, 1, 1, 1, 1]
 
 

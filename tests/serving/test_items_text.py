@@ -1,6 +1,5 @@
 """Items that a text model never saw, recommended from the text that a request brings."""
 
-import asyncio
 import copy
 
 import numpy as np
@@ -11,7 +10,6 @@ from seqrec.data import item_tokens
 from seqrec.models.base import Catalogue
 from seqrec.models.recformer import Recformer, RecformerOptions
 from seqrec.serving.approximate_search import ApproximateEngine
-from seqrec.serving.batcher import Batcher, Served
 from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
 from seqrec.serving.torch_engine import TorchEngine
@@ -118,21 +116,3 @@ def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, recommende
         lacking.recommend(["i2"], items_text={"new": {"title": " "}})
     with pytest.raises(ValueError, match="sasrec cannot read text"):
         recommender.recommend(["i1"], items_text=NEW)
-
-
-def test_who_cannot_be_answered_spoils_nobodys_batch(recommenders):
-    lacking, sizes = recommenders[1], []
-
-    async def ask():
-        batcher = Batcher(Served(lacking, "1"), 8, lambda requests, _: sizes.append(len(requests)))
-        (bad,) = batcher.answer([Request(history=["i2"], items_text={"i1": {"title": "once more"}})])
-        working = asyncio.create_task(batcher.run())
-        answers = await asyncio.gather(bad, *batcher.answer([Request(history=["i2"], k=3)]), return_exceptions=True)
-        working.cancel()
-        return answers
-
-    refused, (answer, _) = asyncio.run(ask())
-
-    assert isinstance(refused, ValueError)
-    assert answer.items == lacking.recommend(["i2"], 3).items
-    assert sizes == [1]
