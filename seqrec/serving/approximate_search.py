@@ -53,16 +53,13 @@ class ApproximateEngine(TorchEngine):
         """Search as many candidates for a row as its own request needs: no answer depends on another request."""
         best, batch = [], as_batch(past)
         for query_D, items_L, own, k in zip(self.queries(batch), batch.items, hidden, wanted, strict=True):
-            number = self._candidates(k + len(own))
+            doublings = max(0, math.ceil(math.log2((k + len(own)) / self.expansion)))
+            number = self.expansion << doublings  # of candidates; a search keeps `expansion` at least
             if 2 * number > len(self.index):
                 best.append(best_of(self.of_queries(query_D[None], items_L[None])[0].numpy(), own, k))
             else:
                 best.append(self._found(query_D, items_L, torch.from_numpy(own), k, number))
         return best
-
-    def _candidates(self, number: int) -> int:
-        """Return `number`, rounded up to what a search keeps at least, or to 2, 4, 8, ... times that."""
-        return self.expansion << max(0, math.ceil(math.log2(number / self.expansion)))
 
     def _found(self, query_D: Tensor, items_L: Tensor, hidden_N: Tensor, k: int, number: int) -> Best:
         """Return the best of `number` candidates, and of what followed the newest events most often."""

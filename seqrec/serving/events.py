@@ -456,7 +456,7 @@ def _imported(user: str, item: str, second: int) -> Mapping[str, Any]:
     return {"event_id": f"{IMPORTED}{content}", "user": user, "item": item, "kind": POSITIVE[0], "at": float(second)}
 
 
-def dump(store: Store, output: Path | str, kinds: Collection[str] = POSITIVE) -> int:
+def dump(store: Store, output: Path | str, kinds: Collection[str]) -> int:
     """Write the events of these kinds as a CSV file that `ingest` reads; return how many there are.
 
     Raises:

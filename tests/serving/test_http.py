@@ -169,12 +169,11 @@ def test_a_version_that_cannot_be_loaded_is_told_and_tried_again(recommender, ca
     load = mock.Mock(return_value=recommender)
 
     def health(address, status, version):
-        for _ in range(1000):
+        def reached():
             state = requests.get(f"{address}/health", timeout=10).json()
-            if (state["status"], state["version"]) == (status, version):
-                return state["problem"]
-            time.sleep(0.01)
-        raise AssertionError(state)
+            return (state["status"], state["version"]) == (status, version) and state
+
+        return until(reached)["problem"]
 
     with running(http.app(load, newest, ServeConfig(poll_s=0.01))) as address:
         assert health(address, "ok", "1") == ""

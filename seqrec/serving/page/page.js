@@ -117,8 +117,7 @@ function rules() {
 }
 
 function diversity() {
-  const value = element("diversity").value;
-  return Number(value) ? value : "";
+  return Number(element("diversity").value);
 }
 
 function keep() {
@@ -146,8 +145,7 @@ async function recommend() {
   const question = ++asked;
   keep();
   const filter = Object.fromEntries(rules().map((one) => [one.name, [one.value]]));
-  const diversity = Number(element("diversity").value);
-  const body = { history: history_, k: SHOWN, titles: true, diversity, filter, user: user || null };
+  const body = { history: history_, k: SHOWN, titles: true, diversity: diversity(), filter, user: user || null };
   const answers = await Promise.all(sides.map((by) => call("/recommend", { ...body, by })));
   if (question !== asked) return;
   const other = (side) => answers.length > 1 && answers[1 - side].items;
