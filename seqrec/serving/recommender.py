@@ -343,10 +343,7 @@ class Recommender:
         other.engine = self.engine.weights.grown(items_text, self.tokenizer)
         other.item_ids = [*self.item_ids, *items_text]
         other.items = self.items | {item_id: len(self.item_ids) + n for n, item_id in enumerate(items_text, start=1)}
-        other.titles = {
-            **self.titles,
-            **{item_id: attributes.get("title", "") for item_id, attributes in items_text.items()},
-        }
+        other.titles = {**self.titles, **{item_id: text.get("title", "") for item_id, text in items_text.items()}}
         other.attributes = self.attributes.grown(list(items_text.values()))
         other.counts = np.pad(self.counts, (0, len(items_text)))
         return other

@@ -48,8 +48,8 @@ RECOMMEND = ("/recommend", "/recommend/batch")
     ("path", "method", "mode"),
     [
         *((path, "GET", GenerationMode.NEGATIVE) for path in ("/similar/{item}", "/popular", "/trending", "/items")),
-        *((path, "POST", mode) for path in ("/events", *RECOMMEND) for mode in GenerationMode),
-        ("/explain", "POST", GenerationMode.POSITIVE),
+        *((path, "POST", mode) for path in ("/events", "/recommend") for mode in GenerationMode),
+        *((path, "POST", GenerationMode.POSITIVE) for path in ("/recommend/batch", "/explain")),
         ("/users/{user}", "GET", GenerationMode.POSITIVE),
         ("/users/{user}", "DELETE", GenerationMode.POSITIVE),
     ],
