@@ -169,7 +169,7 @@ def test_the_loop_closes(tmp_path, monkeypatch, caplog):
 
     command("events", "import", "--interactions", first / "data" / "interactions.parquet")
     options = ServeConfig(poll_s=0.2)
-    with running(http.app(*http.champion("log", register, options), options, store=Store(url))) as address:
+    with running(http.app(*http._served("log", register, options), options, store=Store(url))) as address:
 
         def ask(user):
             return requests.post(f"{address}/recommend", json={"user": user, "k": 3}, timeout=30).json()
