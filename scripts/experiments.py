@@ -26,7 +26,6 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {  # name -> arguments of Python; each
     "flash4rec-parts-beauty": (*PARTS, "--dataset", "beauty-5000-users", "--only", USER_ROWS),
     "flash4rec-routing": ("scripts/flash4rec_routing.py",),
     "flash4rec-paper": (*PAPER, "--only", "flash4rec,bert4rec"),
-    "flash4rec-variants": ("scripts/flash4rec_variants.py",),
     "request-time": REQUEST_TIME,
     "request-time-beauty": (*REQUEST_TIME, "--dataset", "beauty-5000-users"),
     "request-time-ml-100k": (*REQUEST_TIME, "--dataset", "ml-100k"),
