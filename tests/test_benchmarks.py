@@ -77,6 +77,7 @@ def test_every_part_of_the_gpu_benchmark_runs_on_a_cpu_and_one_that_fails_says_w
     monkeypatch.setattr(gpu.utilisation, "matmul_peak", lambda *_: 1e12)  # bf16 is emulated: half a minute each
     out = tmp_path / "rows.jsonl"
     common = ["--sequences", str(prepared), "--device", "cpu", "--quick", "--out", str(out)]
+    common += ["--changes", "datasets.ml-1m.options.d_model=16"]
 
     gpu.main([*common, "--goals", "0.001", "0.999"])
 

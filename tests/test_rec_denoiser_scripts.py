@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import YEAR_2001, write_settings
+from support import YEAR_2001, make_model, write_settings
 
 from scripts import rec_denoiser_noise as noise
 from scripts import rec_denoiser_twins as twins
 from seqrec.config import load
 from seqrec.data import sequences
-from seqrec.models.base import Catalogue
-from seqrec.models.rec_denoiser import RecDenoiser, RecDenoiserOptions
 
 
 def test_each_draw_has_its_own_noise_and_start_and_is_ranked_on_the_same_cases(tmp_path):
@@ -59,8 +57,7 @@ def test_gains_are_paired_and_corrected_for_the_number_of_all_cells():
 
 @pytest.mark.parametrize(("backbone", "objective"), [("sasrec", "causal"), ("bert4rec", "cloze")])
 def test_entries_are_shuffled_among_the_keys_that_their_query_may_read(backbone, objective):
-    options = RecDenoiserOptions(length=8, d_model=4, backbone=backbone, objective=objective)
-    model = RecDenoiser(options, Catalogue(num_items=9, num_users=1, length=8))
+    model = make_model("rec_denoiser", length=8, backbone=backbone, objective=objective)
     place = torch.arange(64.0).view(1, 8, 8)
     for mask in model.masks:
         mask.raw_XLL.data.copy_(place)
@@ -78,8 +75,7 @@ def test_entries_are_shuffled_among_the_keys_that_their_query_may_read(backbone,
 
 
 def test_the_dropped_share_covers_the_entries_that_a_query_may_read():
-    options = RecDenoiserOptions(length=3, d_model=4, keep=0.9)
-    model = RecDenoiser(options, Catalogue(num_items=9, num_users=1, length=3))
+    model = make_model("rec_denoiser", length=3, keep=0.9)
     mask = model.masks[0]
     mask.raw_XLL.data[0, 0, 2] = 100.0  # a key after its query
     assert twins.dropped(model) == pytest.approx(0.1)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import make_batch, make_model
 
 from benchmarks import meter, strec_efficiency
 from scripts import strec_oracle as oracle
-from seqrec.models.base import Batch, Catalogue
 from seqrec.models.strec import STRec
 
 
 @pytest.fixture(scope="module")
 def dense():
     torch.manual_seed(3)
-    options = STRec.Options(length=6, d_model=8, layers=3, heads=2, sampling="none")
-    model = STRec(options, Catalogue(num_items=9, num_users=1, length=6)).eval()
+    model = make_model("strec", num_items=9, length=6, d_model=8, layers=3, sampling="none").eval()
     for weight in model.parameters():  # far from the start, where attention is uniform
         torch.nn.init.normal_(weight, std=0.7)
     return model
@@ -23,9 +22,7 @@ def dense():
 
 @pytest.fixture
 def batch():
-    items = torch.tensor([[1, 5, 2, 9, 3, 4], [0, 0, 7, 2, 8, 1]])
-    zeros = torch.zeros_like(items)
-    return Batch(items=items, times=zeros.double(), user=torch.zeros(2, dtype=torch.long))
+    return make_batch([[1, 5, 2, 9, 3, 4], [7, 2, 8, 1]])
 
 
 def test_rollout_is_the_product_of_the_layers(dense, batch):
@@ -113,8 +110,7 @@ def test_networks_with_fewer_rows_allocate_less_and_the_reference_computes_every
 
 
 def test_a_served_network_ranks_as_the_network_does():
-    options = STRec.Options(length=12, d_model=16, layers=2, heads=2, k=(4, 1))
-    network = STRec(options, Catalogue(strec_efficiency.ITEMS, num_users=1, length=12)).eval()
+    network = make_model("strec", num_items=strec_efficiency.ITEMS, k=(4, 1)).eval()
     inputs = strec_efficiency.histories(3, 12)
 
     _, items = strec_efficiency.served(network, inputs)()
