@@ -22,9 +22,6 @@ class Constant(SequenceModel):
         super().__init__(options, catalogue)
         self.register_buffer("score_V", torch.zeros(catalogue.num_items + 1))
 
-    def phases(self, stage: str) -> tuple[str, ...]:
-        return ()
-
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
         query_BL1 = torch.ones_like(batch.items, dtype=torch.float32).unsqueeze(2)
         return query_BL1[:, -1:] if last else query_BL1

@@ -102,10 +102,6 @@ class Recformer(ReadsTokens):
         """See `SelfSupervised.pretrains`; a text encoder that is fine-tuned with item ids is not pre-trained."""
         return options.encoder == "text" or not options.refresh
 
-    @classmethod
-    def reads_rows(cls) -> bool:
-        return False
-
     def __new__(cls, *given: Any) -> Recformer:
         """Return a model of the class that `options.encoder` chooses, unless a class has been chosen."""
         if cls is Recformer:
@@ -187,6 +183,10 @@ class Recformer(ReadsTokens):
         """Return the vectors (B, D) of histories, left-padded, or of items (B, 1), by the present text encoder."""
         return self.encoder.vectors(self.texts, items_BL)
 
+    def item_vectors(self) -> Tensor:
+        """See `SequenceModel.item_vectors`; they are constants in training (Algorithm 1)."""
+        return self.vectors
+
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the unit vectors (B, D) of each row's history and of its target, the row's last event."""
         raise NotImplementedError
@@ -243,10 +243,6 @@ class RecformerText(Recformer):
         """Return queries (B, 1, D), with or without `last`, because a history is read as a whole."""
         query_BD = F.normalize(self.encode(batch.items).float(), dim=-1) / self.options.temperature
         return query_BD.unsqueeze(1)
-
-    def item_vectors(self) -> Tensor:
-        """See `SequenceModel.item_vectors`; they are constants in training (Algorithm 1)."""
-        return self.vectors
 
     def pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         history_BD, target_BD = self.encode(batch.items[:, :-1]).float(), self.encode(batch.items[:, -1:]).float()

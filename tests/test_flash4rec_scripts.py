@@ -7,7 +7,6 @@ from scripts import flash4rec_routing as routing
 
 def test_each_choice_replaces_what_its_name_says():
     expert_N1 = torch.tensor([2, 0, 2, 1, 2, 0, 3, 2]).unsqueeze(1)
-    torch.manual_seed(0)
 
     chosen = {name: choice(torch.ones(8, 1), expert_N1, 4) for name, choice in routing.CHOICES.items()}
 

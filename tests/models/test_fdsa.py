@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 
 def build():
-    torch.manual_seed(0)
     model = make_model("fdsa", dropout=0.0)
     add_noise(model, 0.1)
     return model.eval()

@@ -20,7 +20,6 @@ ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
 
 
 def build(**options):
-    torch.manual_seed(0)
     model = make_model("recguru", dropout=0.0, heads=HEADS, **options)
     model.add_domain(OTHERS)
     add_noise(model, 0.2)
@@ -152,7 +151,6 @@ def test_the_discriminator_tells_the_domain_of_the_last_item():
 
 def test_the_encoder_climbs_the_loss_that_the_discriminator_descends():
     """By finite differences in double precision, for every row and a weight of the discriminator."""
-    torch.manual_seed(0)
     gur, weight = torch.randn(5, 3).double(), torch.randn(3).double()
     own = torch.tensor([True, False, True, True, False])
 

@@ -14,7 +14,6 @@ HISTORY = [3, 7, 2, 9, 4]
 
 
 def build(**options):
-    torch.manual_seed(0)
     model = make_model("s3rec", dropout=0.0, **options)
     add_noise(model, 0.1)
     model.enter("mutual")

@@ -16,7 +16,6 @@ ROWS = [[3, 7, 2, 9, 4], [5, 1], [8]]
 
 
 def build(**options):
-    torch.manual_seed(0)
     options = {"dropout": 0.0, "adaptor_dropout": 0.0} | options
     model = make_model("unisrec", experts=3, **options)
     add_noise(model, 0.1)
