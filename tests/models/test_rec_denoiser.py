@@ -22,10 +22,10 @@ def build(backbone="sasrec", **options):
     return make_model("rec_denoiser", **options)
 
 
-def scramble(model, scale=0.15):
+def scramble(model):
     """Give every mask entry a probability of its own, on both sides of one half."""
     for mask in model.masks:
-        torch.nn.init.normal_(mask.raw_XLL, mean=-0.1, std=scale)
+        torch.nn.init.normal_(mask.raw_XLL, mean=-0.1, std=0.15)
 
 
 def example_loss(model, weight_B=None):

@@ -95,10 +95,8 @@ def test_the_vector_of_a_text_may_be_the_mean_over_its_tokens():
     assert untrained == {name for name, _ in model.named_parameters() if name.startswith("head.")}
 
 
-def random_rows(number: int = 9, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(2, 13, (number,), generator=generator).tolist()
-    return [torch.randint(1, 31, (size,), generator=generator).tolist() for size in sizes]
+def random_rows(number: int):
+    return [torch.randint(1, 31, (size,)).tolist() for size in torch.randint(2, 13, (number,)).tolist()]
 
 
 def test_pieces_do_not_change_the_result():
@@ -107,7 +105,7 @@ def test_pieces_do_not_change_the_result():
     assert whole_options.max_tokens != options.max_tokens
     state = whole.encoder.state_dict()
     pieces.encoder.load_state_dict(state | {"positions.weight": state["positions.weight"][:40]})
-    batch = make_batch(random_rows())
+    batch = make_batch(random_rows(9))
     assert len(pieces.encoder.in_pieces(lambda rows, width: rows, pieces.texts, batch.items)[0]) > 2
 
     torch.testing.assert_close(pieces(batch), whole(batch), atol=1e-5, rtol=1e-5)
@@ -154,19 +152,12 @@ def test_hits_are_targets_nearer_than_every_other_one():
         assert hit == bool(own > others.max())
 
 
-def long_text(rows: int = 400, size: int = 100) -> Text:
-    generator = torch.Generator().manual_seed(1)
-    real = torch.ones(rows, size, dtype=torch.bool)
-    real[:, 90:] = False
-    starts = torch.rand(rows, size, generator=generator) < 0.5
-    starts[:, :2] = True
-    ids = torch.randint(4, 1000, (rows, size), generator=generator)
-    return Text(ids, ids, ids, starts, real)
-
-
 def test_masking_hides_whole_words_but_neither_cls_nor_padding():
-    text = long_text()
-    torch.manual_seed(5)
+    real, starts = torch.ones(400, 100, dtype=torch.bool), torch.rand(400, 100) < 0.5
+    real[:, 90:], starts[:, :2] = False, True
+    ids = torch.randint(4, 1000, (400, 100))
+    text = Text(ids, ids, ids, starts, real)
+
     masked, chosen = mask_words(text, 0.15, 3, 1000)
 
     assert not chosen[:, 0].any()

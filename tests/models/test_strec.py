@@ -18,13 +18,13 @@ from seqrec.models.base import Batch
 from seqrec.models.strec import FORCED, GRID, Sampler, STRecOptions, _standardised
 
 
-def make_strec(*, spread=0.4, **options):
+def make_strec(**options):
     """A model in eval mode whose weights are large enough for attention to be uneven."""
     model = make_model("strec", **options).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not name.startswith("sampler"):
-                parameter.normal_(std=spread)
+                parameter.normal_(std=0.4)
         model.items.weight[0] = 0
     return model
 
