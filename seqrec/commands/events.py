@@ -25,8 +25,8 @@ def events(
     store: str = "",
     interactions: Path = Path("data/interactions.parquet"),
     output: str = "events.csv",
-    kinds: str = ",".join(POSITIVE),
-    versions: str = "",
+    kinds: Sequence[str] = POSITIVE,
+    versions: Sequence[str] = (),
 ) -> dict[str, float]:
     """Import training data into the store of events, dump its events for `ingest`, or compare two versions.
 
@@ -47,7 +47,9 @@ def events(
         ConfigError: a kind does not exist, no store is named, or its file is missing.
         ValueError: the store has no such events, or no answers of a version.
     """
-    chosen = _kinds(kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"--kinds: no kind {kind!r:.80}{suggestion(kind, KINDS)}")
     url = store_url(store)
     if not url:
         raise ConfigError(f"name the store with --store or {VARIABLE}")
@@ -55,27 +57,14 @@ def events(
         raise ConfigError(f"--store: there is no file {file}")
     opened = Store(url)
     if action == "compare":
-        return _compare(opened, [version.strip() for version in versions.split(",")])
+        return _compare(opened, versions)
     if action == "import":
         number = opened.seed(interactions)
         logger.info("added %d new events from %s to the event store", number, interactions)
     else:
-        number = dump(opened, output, chosen)
+        number = dump(opened, output, kinds)
         logger.info("%s: %d events", output, number)
     return {"events": float(number)}
-
-
-def _kinds(text: str) -> list[str]:
-    """Return the kinds that are named in `text`.
-
-    Raises:
-        ConfigError: one does not exist, or none is named.
-    """
-    chosen = [kind.strip() for kind in text.split(",")]
-    for kind in chosen:
-        if kind not in KINDS:
-            raise ConfigError(f"--kinds: no kind {kind!r:.80}{suggestion(kind, KINDS)}")
-    return chosen
 
 
 def _compare(store: Store, versions: Sequence[str]) -> dict[str, float]:
