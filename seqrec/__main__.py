@@ -240,8 +240,15 @@ def bind(name: str, flags: argparse.Namespace) -> dict[str, Any]:
     _check_numbers(function, flags)
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     values = {key: _value(key, hints[key], flags) for key in parameters if key not in FROM_PARAMS}
-    if name not in BY_NAME:
-        values |= _from_params(function, flags)
+    if name in BY_NAME or not _needs_params(function):
+        return values
+    params = _settings(flags)
+    if any(map(_is_dataset_of_params, parameters.values())):
+        values["dataset"] = flags.dataset or params.dataset
+    if "params" in parameters:
+        values["params"] = params.as_dict()
+    if "config" in parameters:
+        values["config"] = params.section("register")
     return values
 
 
@@ -264,19 +271,6 @@ def _settings(flags: argparse.Namespace) -> Params:
     if flags.params == PARAMS and not PARAMS.exists() and ":/" not in saved:  # no name in MLflow
         return from_dict({"dataset": "saved", "models": {}})
     return load(flags.params)
-
-
-def _from_params(function: Callable[..., Any], flags: argparse.Namespace) -> dict[str, Any]:
-    if not _needs_params(function):
-        return {}
-    parameters, params = inspect.signature(function).parameters, _settings(flags)
-    dataset = "dataset" in parameters and _is_dataset_of_params(parameters["dataset"])
-    values: dict[str, Any] = {"dataset": flags.dataset or params.dataset} if dataset else {}
-    if "params" in parameters:
-        values["params"] = params.as_dict()
-    if "config" in parameters:
-        values["config"] = params.section("register")
-    return values
 
 
 def _check_numbers(function: Callable[..., Any], flags: argparse.Namespace) -> None:
