@@ -66,9 +66,9 @@ class Params:
             _change(content, path, changes[path])
         return from_dict(content)
 
-    def filters_seen(self, dataset: str | None = None) -> bool:
-        """Return whether past items are removed from the candidates of `dataset`, by default the run's own."""
-        return bool(self.dataset_entry(dataset or self.dataset).get("filter_seen", self.filter_seen))
+    def filters_seen(self) -> bool:
+        """Return whether past items are removed from the candidates of the run's dataset."""
+        return bool(self.dataset_entry(self.dataset).get("filter_seen", self.filter_seen))
 
     def section(self, stage: str, *, model: str | None = None, dataset: str | None = None) -> Any:
         """Return the parsed section of `stage`; precedence is model, dataset, shared section."""
