@@ -58,11 +58,10 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
             raise ConfigError(
                 f"overrides.{path}: not allowed here, because it has its own input or is fixed by `compile`"
             )
-    inputs = {"dataset": given.dataset, "leaderboard": given.models, "seed": given.seed}
-    same = {"dataset": read.dataset, "leaderboard": [*read.leaderboard], "seed": read.seed}
-    changed = {key: value for key, value in inputs.items() if value != same[key]}
+    inputs = {"dataset": given.dataset, "leaderboard": given.models}
+    inputs |= {"seed": given.seed} if given.seed != read.seed else {}  # otherwise models keep seeds of their own
     common = {"prepare.protocol": given.protocol, "finetune.epochs": given.epochs}
-    return read.with_overrides(changed | {path: value for path, value in common.items() if value} | given.overrides)
+    return read.with_overrides(inputs | {path: value for path, value in common.items() if value} | given.overrides)
 
 
 def _check_origin(content: Mapping[str, Any], dataset: str) -> None:
