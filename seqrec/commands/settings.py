@@ -8,7 +8,7 @@ again exactly when one of them changes, wherever a setting is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
-Resolved = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
@@ -151,7 +150,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
     return needs
 
 
-def resolve(params: Params, root: Path = ROOT) -> Resolved:
+def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """Return the content of each file, by name: the settings of a stage, or the hashes of its code below `root`."""
     from seqrec.models import REGISTRY, UNTRAINED
 
@@ -168,16 +167,13 @@ def resolve(params: Params, root: Path = ROOT) -> Resolved:
             used += [modules[item]] if stage.each == "model" else []
             used += modules.values() if stage.name == "register" else ()
             name = stage.settings_file(params, item)
-            files |= {name: settings, f"{name}.code": _code(stage.name, used, root)}
+            code = deciding(f"seqrec.stages.{stage.name}", *used, root=root)
+            files |= {name: settings, f"{name}.code": {path.as_posix(): sha256(root / path) for path in code}}
     return files
 
 
 def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _code(stage: str, models: Sequence[str], root: Path) -> dict[str, str]:
-    return {path.as_posix(): sha256(root / path) for path in deciding(f"seqrec.stages.{stage}", *models, root=root)}
 
 
 def _published(params: Params, dataset: str) -> Any:
