@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import redaction
-from seqrec.artifacts import read_json, rename, replaced, sha256, write_json, write_text
+from seqrec.artifacts import read_json, replaced, sha256, write_json, write_text, written
 from seqrec.cluster.jobs import Place, finish, forget, spark_application, train_job
 from seqrec.config import LaunchConfig, parse
 from seqrec.errors import RetryableError
@@ -213,15 +213,14 @@ def _files(path: Path) -> list[Path]:
 
 def _hand_over(source: Path, target: Path) -> Path:
     """Copy `source` to `target` in one step, unless an earlier attempt has done so."""
-    if not target.exists():
-        partial = target.with_name(f"{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, partial, ignore=shutil.ignore_patterns("raw"))
-        else:
+    if target.exists():
+        return target
+    if source.is_dir():
+        with replaced(target) as partial:
+            shutil.copytree(source, partial, ignore=shutil.ignore_patterns("raw"), dirs_exist_ok=True)
+    else:
+        with written(target) as partial:
             shutil.copyfile(source, partial)
-        rename(partial, target)
     return target
 
 
