@@ -21,7 +21,7 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, ServiceAccountTokenVolumeCredentials
 
 from seqrec.components.image import IMAGE
-from seqrec.config import KubernetesConfig, Params, load
+from seqrec.config import KubernetesConfig, load
 from seqrec.pipelines.compile import compile_pipeline
 from seqrec.redaction import redacted
 
@@ -82,6 +82,13 @@ class Server:
             raise SubmissionError(f"--namespace: {self.title} serves several users; name your namespace")
         return client
 
+    @contextmanager
+    def connected(self) -> Iterator[kfp.Client]:
+        """Yield a client as `connect` does; its errors become a `SubmissionError` of one line."""
+        client = self.connect()
+        with self.explained():
+            yield client
+
     @property
     def title(self) -> str:
         """What messages call the server."""
@@ -134,11 +141,6 @@ class Package:
     cache: bool = True  # whether the server may skip steps that have run before
 
     @property
-    def settings(self) -> Params:
-        """The settings of the run, `overrides` included."""
-        return load(self.params).with_overrides(self.form.get("overrides", {}))
-
-    @property
     def cluster(self) -> KubernetesConfig:
         """Section `kubernetes`."""
         section: KubernetesConfig = load(self.params).section("kubernetes")
@@ -166,7 +168,8 @@ class Package:
         name, cluster = "MLFLOW_TRACKING_URI", self.cluster
         if any(name in keys.values() for keys in cluster.secrets.values()):
             return
-        uri = cluster.environment.get(name) or self.settings.section("register").tracking_uri
+        settings = load(self.params).with_overrides(self.form.get("overrides", {}))
+        uri = cluster.environment.get(name) or settings.section("register").tracking_uri
         if uri.startswith("sqlite:"):
             raise SubmissionError(
                 f"register.tracking_uri: {uri} is a file that would be lost with its pod; set it to the address of an "
@@ -179,18 +182,16 @@ def submit(server: Server, package: Package, *, root: str = "") -> str:
 
     Artifacts go to `root`, such as s3://bucket/path; if it is empty, the server chooses.
     """
-    with package.compiled() as file:
-        client = server.connect()
-        with server.explained():
-            run = client.create_run_from_pipeline_package(
-                file,
-                arguments=dict(package.form),
-                run_name=f"seqrec {package.pipeline} {time.strftime('%Y-%m-%d %H:%M:%S')}",
-                experiment_name=EXPERIMENT,
-                namespace=server.namespace or None,
-                pipeline_root=root or None,
-                service_account=package.cluster.service_account or None,
-            )
+    with package.compiled() as file, server.connected() as client:
+        run = client.create_run_from_pipeline_package(
+            file,
+            arguments=dict(package.form),
+            run_name=f"seqrec {package.pipeline} {time.strftime('%Y-%m-%d %H:%M:%S')}",
+            experiment_name=EXPERIMENT,
+            namespace=server.namespace or None,
+            pipeline_root=root or None,
+            service_account=package.cluster.service_account or None,
+        )
     return str(run.run_id)
 
 
@@ -203,8 +204,7 @@ def wait(server: Server, run_id: str, *, timeout_s: float, poll_s: float) -> Non
     end, failed, state = time.monotonic() + timeout_s, 0, "PENDING"
     while True:
         try:
-            client = server.connect()
-            with server.explained():
+            with server.connected() as client:
                 run = client.get_run(run_id)
             failed, state = 0, run.state
         except SubmissionError as error:
@@ -228,17 +228,15 @@ def upload(server: Server, package: Package) -> tuple[str, str]:
     The names are DNS names, since a server that stores pipelines in Kubernetes takes no others.
     """
     name, namespace = f"seqrec-{package.pipeline}", server.namespace or None
-    with package.compiled() as file:
-        client = server.connect()
-        with server.explained():
-            known = client.list_pipelines(filter=_named(name), namespace=namespace).pipelines
-            if not known:
-                made = client.upload_pipeline(file, pipeline_name=name, namespace=namespace)
-                version = client.list_pipeline_versions(made.pipeline_id, page_size=1).pipeline_versions[0]
-                return made.pipeline_id, version.pipeline_version_id
-            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
-            version = client.upload_pipeline_version(file, f"{name}-{stamp}", pipeline_id=known[0].pipeline_id)
-            return version.pipeline_id, version.pipeline_version_id
+    with package.compiled() as file, server.connected() as client:
+        known = client.list_pipelines(filter=_named(name), namespace=namespace).pipelines
+        if not known:
+            made = client.upload_pipeline(file, pipeline_name=name, namespace=namespace)
+            version = client.list_pipeline_versions(made.pipeline_id, page_size=1).pipeline_versions[0]
+            return made.pipeline_id, version.pipeline_version_id
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+        version = client.upload_pipeline_version(file, f"{name}-{stamp}", pipeline_id=known[0].pipeline_id)
+        return version.pipeline_id, version.pipeline_version_id
 
 
 def _named(name: str) -> str:
@@ -257,8 +255,8 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
     if len(cron.split()) != 6 and not cron.startswith("@"):
         raise SubmissionError(f"--cron: {cron!r} must have six fields, starting with seconds: '0 0 3 * * 0'")
     pipeline, version = upload(server, package)
-    client, old = server.connect(), schedules(server, package.pipeline)
-    with server.explained():
+    old = schedules(server, package.pipeline)
+    with server.connected() as client:
         experiment = client.create_experiment(EXPERIMENT, namespace=server.namespace or None)
         recurring: Any = client.create_recurring_run(
             experiment.experiment_id,
@@ -277,9 +275,9 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
 
 def schedules(server: Server, pipeline: str) -> list[Any]:
     """Return the recurring runs of a pipeline in the user's namespace: one, unless somebody else has made more."""
-    client, name = server.connect(), SCHEDULE.format(pipeline)
-    with server.explained():
-        found = client.list_recurring_runs(filter=_named(name), namespace=server.namespace or None, page_size=100)
+    name = _named(SCHEDULE.format(pipeline))
+    with server.connected() as client:
+        found = client.list_recurring_runs(filter=name, namespace=server.namespace or None, page_size=100)
     return list(found.recurring_runs or ())
 
 
@@ -291,7 +289,6 @@ def unschedule(server: Server, pipeline: str) -> int:
 
 
 def _delete(server: Server, recurring: Sequence[Any]) -> None:
-    client = server.connect()
-    with server.explained():
+    with server.connected() as client:
         for one in recurring:
             client.delete_recurring_run(one.recurring_run_id)
