@@ -9,6 +9,7 @@ from typing import Any
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from seqrec.cluster.jobs import Place
 from seqrec.cluster.launch import PLACE
 from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, LaunchConfig, StepResources
@@ -25,8 +26,7 @@ def place(step: str, cluster: KubernetesConfig) -> dict[str, Any]:
     launch = cluster.launch[step]
     if launch.launcher == "step":
         return {"launch": {"processes": launch.processes}}
-    parts = {"launch": launch, "resources": cluster.step(step), "cluster": cluster}
-    return {name: dataclasses.asdict(part) for name, part in parts.items()} | {"image": IMAGE}
+    return dataclasses.asdict(Place(launch=launch, image=IMAGE, resources=cluster.step(step), cluster=cluster))
 
 
 def apply(task: PipelineTask, step: str, cluster: KubernetesConfig) -> PipelineTask:

@@ -101,12 +101,6 @@ def test_the_flags_of_the_service_win_over_its_section(params):
     assert options == ServeConfig(rate=7.0, share=0.3, items="s3://bucket/items.parquet")
 
 
-def test_a_saved_model_that_is_not_there_is_named_where_it_needs_no_settings(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    assert main(["recommend", "--history", "1", "--saved", "mistyped"]) == 1
-    assert "mistyped" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -40,11 +40,9 @@ CLUSTER = KubernetesConfig(**KUBERNETES, launch={"finetune": LaunchConfig(launch
 def place(**launch_settings) -> dict:
     """Return what the variable `PLACE` of a step holds."""
     launched = LaunchConfig(**{"poll_s": 0.1, **launch_settings})
-    parts = {"launch": launched, "resources": CLUSTER.step("finetune"), "cluster": CLUSTER}
-    content = {name: dataclasses.asdict(part) for name, part in parts.items()} | {
-        "image": "example.org/seqrec@sha256:1"
-    }
-    return json.loads(json.dumps(content))
+    image = "example.org/seqrec@sha256:1"
+    where = jobs.Place(launch=launched, image=image, resources=CLUSTER.step("finetune"), cluster=CLUSTER)
+    return json.loads(json.dumps(dataclasses.asdict(where)))
 
 
 @pytest.fixture(autouse=True)

@@ -85,6 +85,8 @@ def test_a_model_in_a_folder_needs_no_params_yaml(saved, tmp_path, capsys, caplo
     assert main(["recommend", "--history", "i1", "--saved", "models:/seqrec/1"]) == 1  # the settings name the registry
     assert main(["recommend", "--history", "i1", "--saved", str(saved), "--params", "my.yaml"]) == 1
     assert "my.yaml not found" in caplog.text
+    assert main(["recommend", "--history", "i1", "--saved", "mistyped"]) == 1
+    assert "mistyped" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

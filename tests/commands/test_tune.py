@@ -61,9 +61,9 @@ def _dead_server():
         yield
 
 
-def search(prepared: Path, folder: Path, params: dict = PARAMS) -> dict:
+def search(prepared: Path, folder: Path, params: dict = PARAMS, **flags) -> dict:
     paths = {"sequences": prepared, "output": folder / "best.yaml", "study": folder / "study.db"}
-    return tune(model="sasrec", dataset="synthetic", params=params, **paths)
+    return tune(**{"model": "sasrec", "dataset": "synthetic", "params": params, **paths, **flags})
 
 
 def rows(folder: Path) -> list[tuple]:
@@ -253,19 +253,12 @@ def test_a_failed_download_costs_no_trial(prepared, whole, tmp_path, monkeypatch
 
 def test_the_budget_does_not_replace_the_settings(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"--output: .*best.json is where the budget goes"):
-        tune(model="sasrec", dataset="synthetic", params=PARAMS, sequences=prepared, output=tmp_path / "best.json")
+        search(prepared, tmp_path, output=tmp_path / "best.json")
 
 
 def test_a_folder_of_another_dataset_is_refused(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset: .* holds synthetic, not other: add --dataset synthetic"):
-        tune(
-            model="sasrec",
-            dataset="other",
-            params=changed(datasets={"other": {}, "synthetic": {}}),
-            sequences=prepared,
-            output=tmp_path / "best.yaml",
-            study=tmp_path / "study.db",
-        )
+        search(prepared, tmp_path, changed(datasets={"other": {}, "synthetic": {}}), dataset="other")
 
 
 def test_settings_that_do_not_go_together_fail_a_trial_and_the_search_goes_on(prepared, tmp_path, caplog):

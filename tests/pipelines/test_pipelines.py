@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import os
@@ -20,7 +19,7 @@ from google.protobuf import json_format
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineDeploymentConfig, PipelineSpec, PlatformSpec
 from mlflow import MlflowClient
-from support import FILTERED, KUBERNETES, ROOT, figures, write_cluster_settings, write_settings
+from support import FILTERED, KUBERNETES, ROOT, figures, with_values, write_cluster_settings, write_settings
 
 from seqrec.artifacts import (
     CASES,
@@ -253,6 +252,9 @@ CLUSTER["nodes"] = CLUSTER["gpu"] | {
     },
     "parallelism": 2,
 }
+CLUSTER["other nodes"] = with_values(
+    CLUSTER["nodes"], {"resources.finetune.tolerations": [], "labels": {"team": "ads"}}
+)
 CLUSTER["loop"] = CLUSTER["gpu"] | {"secrets": {"seqrec-serve": {"store": VARIABLE}}}  # and ingest.events
 PIPELINES = [("training", "plain"), ("retraining", "loop"), ("pretraining", "gpu")]
 COMPILED = [*PIPELINES, ("training", "gpu"), ("training", "nodes")]
@@ -261,14 +263,9 @@ COMPILED = [*PIPELINES, ("training", "gpu"), ("training", "nodes")]
 @functools.cache
 def compiled(pipeline: str, cluster: str) -> list[dict]:
     """Return the YAML documents of a pipeline on params.yaml with another section `kubernetes`."""
-    return compile_with(pipeline, CLUSTER[cluster])
-
-
-def compile_with(pipeline: str, section: dict) -> list[dict]:
-    """Return the YAML documents of a pipeline on params.yaml with `section` as `kubernetes`."""
     content = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
-    content["kubernetes"] = section
-    content["datasets"]["ml-100k"]["ingest"] = {"events": section == CLUSTER["loop"]}
+    content["kubernetes"] = CLUSTER[cluster]
+    content["datasets"]["ml-100k"]["ingest"] = {"events": cluster == "loop"}
     models = ["recformer_text"] if pipeline == "pretraining" else list(MODELS)
     content["sources"] = ["health"] if pipeline == "pretraining" else []
     with tempfile.TemporaryDirectory() as scratch:
@@ -389,10 +386,7 @@ def place_of(executor: dict) -> dict:
 
 def test_what_a_step_asks_of_the_cluster_is_no_input_of_it():
     """Another toleration must not repeat a training that KFP has cached by image, command, inputs and claims."""
-    changed = copy.deepcopy(CLUSTER["nodes"])
-    changed["resources"]["finetune"]["tolerations"] = []
-    changed["labels"] = {"team": "ads"}
-    before, after = compiled("training", "nodes"), compile_with("training", changed)
+    before, after = compiled("training", "nodes"), compiled("training", "other nodes")
 
     assert after[0] == before[0]
     assert place_of(executor_of(after, "finetune")[1]) != place_of(executor_of(before, "finetune")[1])
