@@ -58,7 +58,7 @@ def filled_in(params: Mapping[str, Any], form: Mapping[str, Any]) -> Params:
             raise ConfigError(
                 f"overrides.{path}: not allowed here, because it has its own input or is fixed by `compile`"
             )
-    inputs = {"dataset": given.dataset, "leaderboard": given.models}
+    inputs: dict[str, Any] = {"dataset": given.dataset, "leaderboard": given.models}
     inputs |= {"seed": given.seed} if given.seed != read.seed else {}  # otherwise models keep seeds of their own
     common = {"prepare.protocol": given.protocol, "finetune.epochs": given.epochs}
     return read.with_overrides(inputs | {path: value for path, value in common.items() if value} | given.overrides)
