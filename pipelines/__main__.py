@@ -7,15 +7,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from seqrec.artifacts import explained
 from seqrec.config import read_changes
 from seqrec.pipelines import client
-from seqrec.pipelines.client import Package, Server
-from seqrec.pipelines.compile import compile_pipeline
+from seqrec.pipelines.client import Server
+from seqrec.pipelines.compile import Package
 from seqrec.pipelines.training import PIPELINES
 from seqrec.redaction import excepthook, redacted
 
@@ -113,22 +112,14 @@ def _package(pipeline: str = "training") -> argparse.ArgumentParser:
 
 
 def _compile(flags: argparse.Namespace) -> None:
-    compile_pipeline(flags.models, flags.output, flags.params, flags.pipeline)
+    _packaged(flags).compile(flags.output)
 
 
 def _run_local(flags: argparse.Namespace) -> None:
     from seqrec.pipelines.local import run_local
 
-    run_local(
-        flags.models,
-        flags.out,
-        flags.params,
-        flags.pipeline,
-        docker=flags.docker,
-        network=flags.network,
-        data=flags.data,
-        form=_form(flags),
-    )
+    package = _packaged(flags, form=_form(flags))
+    run_local(package, flags.out, docker=flags.docker, network=flags.network, data=flags.data)
 
 
 def _form(flags: argparse.Namespace) -> dict[str, Any]:
@@ -138,8 +129,7 @@ def _form(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _submit(flags: argparse.Namespace) -> None:
-    server, package = _sent(flags)
-    package = replace(package, form=_form(flags), cache=not flags.no_cache)
+    server, package = _server(flags), _packaged(flags, form=_form(flags), cache=not flags.no_cache)
     run_id = client.submit(server, package, root=flags.root)
     sys.stdout.write(f"run {run_id}\n")
     if flags.wait:
@@ -147,7 +137,7 @@ def _submit(flags: argparse.Namespace) -> None:
 
 
 def _schedule(flags: argparse.Namespace) -> None:
-    recurring = client.schedule(*_sent(flags), cron=flags.cron, root=flags.root)
+    recurring = client.schedule(_server(flags), _packaged(flags), cron=flags.cron, root=flags.root)
     sys.stdout.write(f"recurring run {recurring}\n")
 
 
@@ -163,12 +153,12 @@ def _schedules(flags: argparse.Namespace) -> None:
 
 
 def _upload(flags: argparse.Namespace) -> None:
-    pipeline, version = client.upload(*_sent(flags))
+    pipeline, version = client.upload(_server(flags), _packaged(flags))
     sys.stdout.write(f"pipeline {pipeline} version {version}\n")
 
 
-def _sent(flags: argparse.Namespace) -> tuple[Server, Package]:
-    return _server(flags), Package(models=flags.models, params=flags.params, pipeline=flags.pipeline)
+def _packaged(flags: argparse.Namespace, **more: Any) -> Package:
+    return Package(models=flags.models, params=flags.params, pipeline=flags.pipeline, **more)
 
 
 def _server(flags: argparse.Namespace) -> Server:

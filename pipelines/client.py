@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 
 from seqrec.components.image import IMAGE
 from seqrec.config import KubernetesConfig, load
-from seqrec.pipelines.compile import compile_pipeline
+from seqrec.pipelines.compile import Package
 from seqrec.redaction import redacted
 
 EXPERIMENT = "seqrec"
@@ -59,7 +59,8 @@ class Server:
         """
         if not self.host and "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise SubmissionError("--host: no server is named, and this is no pod of a cluster; KFP_HOST is read, too")
-        has_token = not self.host and _token_file().is_file()
+        token_file = Path(os.environ.get(KF_PIPELINES_SA_TOKEN_ENV) or KF_PIPELINES_SA_TOKEN_PATH)
+        has_token = not self.host and token_file.is_file()  # a pod mounts none where the server has a single user
         with self.explained():
             client = kfp.Client(
                 host=self.host or IN_CLUSTER,
@@ -114,11 +115,6 @@ class Server:
             ) from error
 
 
-def _token_file() -> Path:
-    """Return where a pod has the token for Kubeflow Pipelines, if it mounts one; a server for one user needs none."""
-    return Path(os.environ.get(KF_PIPELINES_SA_TOKEN_ENV) or KF_PIPELINES_SA_TOKEN_PATH)
-
-
 def _limit_requests(client: kfp.Client) -> None:
     """Let no attempt at a request wait longer than `ANSWER_S`; the client itself passes no limit."""
     rest = client._healthz_api.api_client.rest_client  # of all its interfaces
@@ -130,51 +126,41 @@ def _limit_requests(client: kfp.Client) -> None:
     rest.request = limited
 
 
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """What is sent: a pipeline compiled from the settings in `params`, and the inputs of a run that differ."""
+def _cluster(package: Package) -> KubernetesConfig:
+    section: KubernetesConfig = load(package.params).section("kubernetes")
+    return section
 
-    models: Sequence[str] = ()
-    params: Path = Path("params.yaml")
-    pipeline: str = "training"
-    form: Mapping[str, Any] = field(default_factory=dict)
-    cache: bool = True  # whether the server may skip steps that have run before
 
-    @property
-    def cluster(self) -> KubernetesConfig:
-        """Section `kubernetes`."""
-        section: KubernetesConfig = load(self.params).section("kubernetes")
-        return section
+@contextmanager
+def _compiled(package: Package) -> Iterator[str]:
+    """Yield the path of the YAML.
 
-    @contextmanager
-    def compiled(self) -> Iterator[str]:
-        """Yield the path of the YAML.
+    Raises:
+        SubmissionError: the image is not named by its digest, or results would go into a file of a pod.
+    """
+    if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
+        raise SubmissionError(
+            f"SEQREC_IMAGE: {IMAGE} has no digest, by which KFP recognises changed code; set SEQREC_IMAGE to "
+            "repository@sha256:..., as `docker push` prints it"
+        )
+    _check_tracking(package)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"seqrec-{package.pipeline}.yaml"
+        package.compile(file)
+        yield str(file)
 
-        Raises:
-            SubmissionError: the image is not named by its digest, or results would go into a file of a pod.
-        """
-        if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", IMAGE):
-            raise SubmissionError(
-                f"SEQREC_IMAGE: {IMAGE} has no digest, by which KFP recognises changed code; set SEQREC_IMAGE to "
-                "repository@sha256:..., as `docker push` prints it"
-            )
-        self._check_tracking()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"seqrec-{self.pipeline}.yaml"
-            compile_pipeline(self.models, file, self.params, self.pipeline, form=self.form, cache=self.cache)
-            yield str(file)
 
-    def _check_tracking(self) -> None:
-        name, cluster = "MLFLOW_TRACKING_URI", self.cluster
-        if any(name in keys.values() for keys in cluster.secrets.values()):
-            return
-        settings = load(self.params).with_overrides(self.form.get("overrides", {}))
-        uri = cluster.environment.get(name) or settings.section("register").tracking_uri
-        if uri.startswith("sqlite:"):
-            raise SubmissionError(
-                f"register.tracking_uri: {uri} is a file that would be lost with its pod; set it to the address of an "
-                f"MLflow server, or set {name} in kubernetes.environment"
-            )
+def _check_tracking(package: Package) -> None:
+    name, cluster = "MLFLOW_TRACKING_URI", _cluster(package)
+    if any(name in keys.values() for keys in cluster.secrets.values()):
+        return
+    settings = load(package.params).with_overrides(package.form.get("overrides", {}))
+    uri = cluster.environment.get(name) or settings.section("register").tracking_uri
+    if uri.startswith("sqlite:"):
+        raise SubmissionError(
+            f"register.tracking_uri: {uri} is a file that would be lost with its pod; set it to the address of an "
+            f"MLflow server, or set {name} in kubernetes.environment"
+        )
 
 
 def submit(server: Server, package: Package, *, root: str = "") -> str:
@@ -182,7 +168,7 @@ def submit(server: Server, package: Package, *, root: str = "") -> str:
 
     Artifacts go to `root`, such as s3://bucket/path; if it is empty, the server chooses.
     """
-    with package.compiled() as file, server.connected() as client:
+    with _compiled(package) as file, server.connected() as client:
         run = client.create_run_from_pipeline_package(
             file,
             arguments=dict(package.form),
@@ -190,7 +176,7 @@ def submit(server: Server, package: Package, *, root: str = "") -> str:
             experiment_name=EXPERIMENT,
             namespace=server.namespace or None,
             pipeline_root=root or None,
-            service_account=package.cluster.service_account or None,
+            service_account=_cluster(package).service_account or None,
         )
     return str(run.run_id)
 
@@ -228,7 +214,7 @@ def upload(server: Server, package: Package) -> tuple[str, str]:
     The names are DNS names, since a server that stores pipelines in Kubernetes takes no others.
     """
     name, namespace = f"seqrec-{package.pipeline}", server.namespace or None
-    with package.compiled() as file, server.connected() as client:
+    with _compiled(package) as file, server.connected() as client:
         known = client.list_pipelines(filter=_named(name), namespace=namespace).pipelines
         if not known:
             made = client.upload_pipeline(file, pipeline_name=name, namespace=namespace)
@@ -267,7 +253,7 @@ def schedule(server: Server, package: Package, *, cron: str, root: str = "") -> 
             pipeline_root=root or None,
             no_catchup=True,
             max_concurrency="1",  # an int64 of the API, which is text in JSON
-            service_account=package.cluster.service_account or None,
+            service_account=_cluster(package).service_account or None,
         )
     _delete(server, old)
     return str(recurring.recurring_run_id)

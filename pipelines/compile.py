@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,27 @@ from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build, inputs
 
 
-def compile_pipeline(
-    models: Sequence[str],
-    output: Path,
-    params: Path,
-    pipeline: str,
-    state: str = STATE,
-    *,
-    form: Mapping[str, Any] | None = None,
-    cache: bool = True,
-) -> None:
-    """Write a pipeline of `models`, all of `leaderboard` if empty, to `output` as YAML.
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A pipeline compiled from the settings in `params`, and the inputs of a run that differ."""
 
-    Sections and entries that `params` leaves out keep their defaults. `state` is the folder of downloads and resume
-    states that the steps see. `form` holds the inputs that the run will be given, which are checked here. Without
-    `cache`, every step runs again.
+    models: Sequence[str] = ()  # empty: all of `leaderboard`
+    params: Path = Path("params.yaml")  # sections and entries that it leaves out keep their defaults
+    pipeline: str = "training"
+    form: Mapping[str, Any] = field(default_factory=dict)  # checked when the pipeline is compiled
+    cache: bool = True  # whether Kubeflow may skip steps that have run before
 
-    Raises:
-        ConfigError: a wrong setting, or an unknown model.
-    """
-    settings = load(params)
-    for name in models:
-        settings.model_entry(name, "--models")
-    chosen = tuple(models or settings.leaderboard)
-    graph = build(pipeline, settings, chosen, state, cache=cache)
-    check(filled_in(settings.as_dict(), inputs(settings, chosen) | dict(form or {})))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    Compiler().compile(graph, str(output))
+    def compile(self, output: Path, state: str = STATE) -> None:
+        """Write the pipeline to `output` as YAML; `state` is the folder of downloads and resume states that steps see.
+
+        Raises:
+            ConfigError: a wrong setting, or an unknown model.
+        """
+        settings = load(self.params)
+        for name in self.models:
+            settings.model_entry(name, "--models")
+        chosen = tuple(self.models or settings.leaderboard)
+        graph = build(self.pipeline, settings, chosen, state, cache=self.cache)
+        check(filled_in(settings.as_dict(), inputs(settings, chosen) | dict(self.form)))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        Compiler().compile(graph, str(output))

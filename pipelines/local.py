@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from kfp.local import docker_task_handler, subprocess_task_handler
 from seqrec import warm
 from seqrec.artifacts import write_text
 from seqrec.config import load
-from seqrec.pipelines.compile import compile_pipeline
+from seqrec.pipelines.compile import Package
 
 EXECUTOR = "kfp.dsl.executor_main"
 DATABASE = "mlflow.db"  # of the default register.tracking_uri
@@ -33,31 +33,21 @@ HARDENED = {
 }
 
 
-def run_local(
-    models: Sequence[str],
-    out: Path,
-    params: Path,
-    pipeline: str,
-    *,
-    docker: bool,
-    network: str,
-    data: Path | None,
-    form: Mapping[str, Any],
-) -> None:
+def run_local(package: Package, out: Path, *, docker: bool, network: str, data: Path | None) -> None:
     """Run a pipeline here, its steps in processes or in containers; the flags of `run-local` describe the arguments.
 
     Everything it writes is below `out`: tasks, state, MLflow's database, and `log.txt` with what the steps print.
 
     Raises:
-        ConfigError: an input of `form` is wrong.
+        ConfigError: a setting, or an input of the form, is wrong.
         RuntimeError: a step failed.
     """
     out = out.resolve()
-    file, log = out / f"{pipeline}.yaml", out / "log.txt"
-    compile_pipeline(models, file, params, pipeline, str(out / "state"), form=form)
+    file, log = out / f"{package.pipeline}.yaml", out / "log.txt"
+    package.compile(file, str(out / "state"))
     runner = _docker_runner(out, network, data) if docker else local.SubprocessRunner(use_venv=False)
-    overrides = dict(form.get("overrides", {}))
-    uri = load(params).section("register").tracking_uri
+    overrides = dict(package.form.get("overrides", {}))
+    uri = load(package.params).section("register").tracking_uri
     if "MLFLOW_TRACKING_URI" not in os.environ and uri == f"sqlite:///{DATABASE}":
         overrides.setdefault("register.tracking_uri", f"sqlite:///{out / DATABASE}")
     try:
@@ -67,7 +57,7 @@ def run_local(
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", module=r"kfp\.local")  # two for every step, on what a cluster has
-            run_package(file, out, {**form, "overrides": overrides}, runner)
+            run_package(file, out, {**package.form, "overrides": overrides}, runner)
     except RuntimeError as error:
         raise RuntimeError(f"{error} See {log}") from error
     except DockerException as error:

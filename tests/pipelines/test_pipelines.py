@@ -42,7 +42,7 @@ from seqrec.config import ConfigError, KubernetesConfig, load, parse
 from seqrec.evaluation import leaderboard
 from seqrec.pipeline import STAGES
 from seqrec.pipelines.__main__ import main
-from seqrec.pipelines.compile import compile_pipeline
+from seqrec.pipelines.compile import Package
 from seqrec.pipelines.resources import STATE
 from seqrec.pipelines.training import build
 from seqrec.serving.events import VARIABLE
@@ -86,11 +86,17 @@ def submitted(tmp_path_factory, _offline):
 
 
 @pytest.fixture(scope="module")
-def outcome(submitted):
-    """The tasks of one pipeline run, one folder each, and the reports of the same stages in one process."""
+def tasks(submitted):
+    """The tasks of one pipeline run, one folder each."""
+    return next(submitted[0].glob("*/seqrec-training-*"))
+
+
+@pytest.fixture(scope="module")
+def direct(submitted):
+    """The folder of the same stages in one process."""
     folder, _, _ = submitted
     run(config_file=folder / "settings.yaml", out=folder / "direct", changes=f"leaderboard=[{','.join(MODELS)}]")
-    return next(folder.glob("*/seqrec-training-*")), folder / "direct" / "reports"
+    return folder / "direct"
 
 
 def test_a_submitted_run_is_executed_and_awaited(submitted):
@@ -107,31 +113,26 @@ def test_a_submitted_run_is_executed_and_awaited(submitted):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_pipeline_gives_the_metrics_of_the_stage_functions(outcome, name):
-    tasks, reports = outcome
-
-    found, expected = (read_json(folder / name / METRICS) for folder in (tasks / "register/reports", reports))
+def test_the_pipeline_gives_the_metrics_of_the_stage_functions(tasks, direct, name):
+    folders = [reports / name for reports in (tasks / "register/reports", direct / "reports")]
+    found, expected = (read_json(folder / METRICS) for folder in folders)
     assert figures(found) == figures(expected)
     for file in (CASES, RECOMMENDATIONS):
-        assert pq.read_table(tasks / "register/reports" / name / file) == pq.read_table(reports / name / file)
+        found, expected = (pq.read_table(folder / file) for folder in folders)
+        assert found == expected
 
 
-def test_numbers_survive_the_way_through_kubeflow(outcome):
-    tasks, reports = outcome
-
-    assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(
-        reports.parent / "data/sequences" / SPLIT_CARD
-    )
+def test_numbers_survive_the_way_through_kubeflow(tasks, direct):
+    assert read_json(tasks / "prepare/sequences" / SPLIT_CARD) == read_json(direct / "data/sequences" / SPLIT_CARD)
     for model in MODELS:
         found = read_json(of_model(tasks, "finetune", model) / "checkpoint/config.json")
-        expected = read_json(reports.parent / "artifacts" / model / "finetuned/config.json")
+        expected = read_json(direct / "artifacts" / model / "finetuned/config.json")
         assert json.dumps(found["options"]) == json.dumps(expected["options"])  # as text: 2.0 is not 2
         assert json.dumps(found["config"]) == json.dumps(expected["config"])
         assert found["fingerprint"] == expected["fingerprint"]
 
 
-def test_the_pages_of_the_user_interface_say_how_it_ended_and_need_no_other_file(outcome):
-    tasks, _ = outcome
+def test_the_pages_of_the_user_interface_say_how_it_ended_and_need_no_other_file(tasks):
     page = (tasks / "register/page").read_text(encoding="utf-8")
 
     assert all(name in page for name in RESULTS)
@@ -154,8 +155,7 @@ def metadata_of(task: Path, artifact: str) -> dict:
     return output["metadata"]
 
 
-def test_artifacts_say_what_they_hold(outcome):
-    tasks, _ = outcome
+def test_artifacts_say_what_they_hold(tasks):
     card = read_json(tasks / "prepare/sequences" / SPLIT_CARD)
 
     data = metadata_of(tasks / "ingest", "data")
@@ -170,9 +170,7 @@ def test_artifacts_say_what_they_hold(outcome):
     assert checkpoint["weights_sha256"] == sha256(task / "checkpoint" / WEIGHTS)
 
 
-def test_a_model_that_fails_costs_its_row_alone(outcome):
-    tasks, _ = outcome
-
+def test_a_model_that_fails_costs_its_row_alone(tasks):
     rows = read_json(tasks / "register/reports" / leaderboard.LEADERBOARD)["rows"]
     assert {row["model"] for row in rows} == set(RESULTS)
     reason = read_json(tasks / "register/reports" / BROKEN / FAILED)["reason"]
@@ -183,8 +181,7 @@ def test_a_model_that_fails_costs_its_row_alone(outcome):
     )
 
 
-def test_nothing_but_the_tables_is_handed_on_and_figures_have_names_that_mlflow_takes(outcome):
-    tasks, _ = outcome
+def test_nothing_but_the_tables_is_handed_on_and_figures_have_names_that_mlflow_takes(tasks):
     assert {path.name for path in (tasks / "ingest/data").iterdir()}.isdisjoint({"raw"})
     assert list((tasks / "ingest/raw").rglob("log.csv"))
     named = metadata_of(of_model(tasks, "evaluate", "sasrec"), "metrics")
@@ -199,16 +196,14 @@ def recorded(settings: Path) -> list[dict[str, str]]:
     return [{**one.data.tags, "status": one.info.status} for one in runs if OUTCOME in one.data.tags]
 
 
-def test_the_run_that_register_made_says_how_the_pipeline_ended(outcome):
-    tasks, _ = outcome
+def test_the_run_that_register_made_says_how_the_pipeline_ended(tasks):
     (tags,) = recorded(tasks.parent.parent / "settings.yaml")
 
     assert (tags[OUTCOME], tags[FAILURE], tags["status"]) == ("SUCCEEDED", "", "FINISHED")
     assert tags["mlflow.runName"].startswith("own-")
 
 
-def test_without_a_champion_its_folder_holds_a_note(outcome, tmp_path):
-    tasks, _ = outcome
+def test_without_a_champion_its_folder_holds_a_note(tasks, tmp_path):
     config = load(tasks.parent.parent / "settings.yaml").section("register")
 
     assert fetch_champion(dataset="another", folder=tmp_path / "another", config=config) == ""
@@ -271,7 +266,7 @@ def compiled(pipeline: str, cluster: str) -> list[dict]:
     with tempfile.TemporaryDirectory() as scratch:
         output, params = Path(scratch, "out.yaml"), Path(scratch, "params.yaml")
         params.write_text(yaml.safe_dump(content))
-        compile_pipeline(models, output, params, pipeline)
+        Package(models=models, params=params, pipeline=pipeline).compile(output)
         return list(yaml.load_all(output.read_text(encoding="utf-8"), yaml.CSafeLoader))
 
 
