@@ -36,8 +36,6 @@ NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 class Place:
     """Where a stage runs; all fields but the first are for jobs only."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     image: str = ""
     resources: StepResources = field(default_factory=StepResources)

@@ -10,7 +10,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from seqrec.config.ranges import AUTO, Bounds, may_be_auto
 from seqrec.redaction import is_secret_name, redacted, secret_settings
@@ -57,6 +57,8 @@ def check_address(key: str, place: str, schemes: Sequence[str] = STORES) -> None
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A section of params.yaml; its constructor checks each value against the type and `Bounds` of its field."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a section inside another; `parse` checks the outer keys
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -351,8 +351,6 @@ class SearchRange:
 class StepResources(Section):
     """Resources and scheduling of a Kubeflow step's pod; apart from cpu and memory, empty or 0 means not requested."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     cpu: str = "1"  # cores requested; no limit is set, since it would only slow a step down
     memory: str = "4Gi"  # memory requested, which is also the limit
     gpus: Count = 0  # GPUs per pod
@@ -398,8 +396,6 @@ def check_labels(setting: str, labels: Mapping[str, str], kind: str = "label") -
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Section):
     """How a step runs work that may be too much for one process."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     launcher: Literal["step", "job"] = "step"  # in the step's own pod | as a TrainJob or SparkApplication
     nodes: Positive = 1  # pods of the job, or executors of Spark
