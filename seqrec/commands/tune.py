@@ -144,14 +144,13 @@ def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path
     """Return the search of `model`, without the settings of other models and datasets."""
     everything = from_dict({**params, "dataset": dataset})
     space, config = everything.space(model), everything.section("tune")
-    entry = dict(everything.model_entry(model))
     if config.epochs:
-        entry["finetune"] = {**entry["finetune"], "epochs": config.epochs}
+        everything = everything.with_overrides({f"models.{model}.finetune.epochs": config.epochs})
     kept = (dataset, *everything.sources)
     content = everything.as_dict() | {
         "leaderboard": [model],
         "datasets": {name: everything.dataset_entry(name) for name in kept},
-        "models": {model: entry},
+        "models": {model: everything.model_entry(model)},
         "tune": {},
     }
     card = read_json(sequences / SPLIT_CARD)
