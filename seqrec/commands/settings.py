@@ -152,6 +152,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
 
 def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """Return the content of each file, by name: the settings of a stage, or the hashes of its code below `root`."""
+    from seqrec.data import sources
     from seqrec.models import REGISTRY, UNTRAINED
 
     modules = {model: REGISTRY.module(params.model(model).architecture) for model in params.leaderboard}
@@ -160,7 +161,8 @@ def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:
         for item in stage.items(params):
             settings = {key: _plain(value) for key, value in stage.settings(params, item).items() if key not in UNREAD}
             if stage.name == "ingest":
-                settings |= {"digests": _digests(params, item), "published": _published(params, item)}
+                published = sources.PUBLISHED.get(settings["config"]["source"])  # none for the user's own files
+                settings |= {"digests": _digests(params, item), "published": published}
             if stage.name == "pretrain":
                 settings["class"] = REGISTRY.place(params.model(item).architecture)
             used = [UNTRAINED.module(name) for name in UNTRAINED] if stage.name in ("baselines", "register") else []
@@ -174,13 +176,6 @@ def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _published(params: Params, dataset: str) -> Any:
-    """Return the entry of the catalogue that `ingest` follows; none for the user's own files."""
-    from seqrec.data import sources
-
-    return sources.PUBLISHED.get(params.section("ingest", dataset=dataset).source)
 
 
 def _digests(params: Params, dataset: str) -> dict[str, str]:
