@@ -16,21 +16,11 @@ import kubernetes_server
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import KUBERNETES, until
+from support import KUBERNETES, run_pretrain, until
 
 from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS, DamagedError
 from seqrec.cluster import jobs, launch
-from seqrec.config import (
-    ConfigError,
-    FinetuneConfig,
-    KubernetesConfig,
-    LaunchConfig,
-    ModelConfig,
-    PretrainConfig,
-    StepResources,
-    parse,
-)
-from seqrec.stages.pretrain import pretrain
+from seqrec.config import ConfigError, FinetuneConfig, KubernetesConfig, LaunchConfig, StepResources, parse
 
 OPTIONS = {"d_model": 16, "layers": 1, "heads": 2, "length": 12, "dropout": 0.0}
 CONFIG = FinetuneConfig(epochs=2, batch_size=16, warmup_steps=1)
@@ -57,9 +47,7 @@ def _forked_processes(forked_steps, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def initial(prepared, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("initial")
-    architecture = ModelConfig(architecture="sasrec", options=OPTIONS)
-    shared = {"model": "sasrec", "sequences": prepared, "filter_seen": True, "architecture": architecture}
-    pretrain(initial=folder / "initial", state=folder / "state", config=PretrainConfig(), **shared)
+    run_pretrain("sasrec", prepared.parent, folder, OPTIONS)
     return folder / "initial"
 
 
