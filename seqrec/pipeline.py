@@ -158,7 +158,7 @@ STAGES = (
     ),
     Stage(
         name="baselines",
-        summary="compute and evaluate the baselines: popularity, repeats, followers, EASE, PCTM, rules",
+        summary="compute and evaluate the baselines: popularity, repeats, markov, ease, pctm and seqrules",
         each="run",
         paths={"sequences": "data/sequences", "data": "data", "artifacts": "artifacts", "reports": "reports"},
         settings=lambda params, _: _of_evaluation(params),

@@ -161,16 +161,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
             )
     times = rows[roles["timestamp"]]
     if "timestamp" in chosen and not time_format and _is_order(times):
-        if _fractions(times.cast(pl.String)).any():
-            raise ValueError(
-                f"--time: the numbers of {times.name} are not dates and have fractions, which would be "
-                "cut off: write whole numbers into it, such as the ranks of these"
-            )
-        if (times.cast(pl.Float64, strict=False) >= LARGEST_SECONDS).any():
-            raise ValueError(
-                f"--time: the numbers of {times.name} are not dates, and some are 1e11 or more, which would be "
-                "read as milliseconds: write smaller numbers into it, such as the ranks of these"
-            )
+        _check_order(times)
         reasons["timestamp"] = ORDER
     else:
         time_format = time_format or _time_format(times)
@@ -178,6 +169,20 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     if "title" not in roles and (title := _title(rows, roles)):
         roles["title"], reasons["title"] = title, NAMED
     return [Guess(name, roles[name], reasons[name]) for name in WORDS if name in roles], time_format
+
+
+def _check_order(times: pl.Series) -> None:
+    """Raise ValueError if numbers that are no times would not be read as what they are."""
+    if _fractions(times.cast(pl.String)).any():
+        raise ValueError(
+            f"--time: the numbers of {times.name} are not dates and have fractions, which would be cut off: write "
+            "whole numbers into it, such as the ranks of these"
+        )
+    if (times.cast(pl.Float64, strict=False) >= LARGEST_SECONDS).any():
+        raise ValueError(
+            f"--time: the numbers of {times.name} are not dates, and some are 1e11 or more, which would be read as "
+            "milliseconds: write smaller numbers into it, such as the ranks of these"
+        )
 
 
 def guess_items(path: Path, item: str, title: str = "", log: Path | None = None) -> list[Guess]:
