@@ -471,6 +471,14 @@ BLOCKS = {  # reader, settings, text, and the bad rows
 }
 
 
+def test_regular_and_irregular_blocks_have_the_same_columns(tmp_path):
+    found = []
+    for name, text in {"regular": "a,b\n", "irregular": "a\n"}.items():
+        (tmp_path / name).write_text(text)
+        found += [frame.columns for frame in delimited.delimited(tmp_path / name, ("x", "y"), ",")]
+    assert found == [[*blocks.MARKS, "x", "y"]] * 2
+
+
 @pytest.mark.parametrize("size", [7, 64])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_size_of_a_block_changes_nothing(tmp_path, monkeypatch, name, size):

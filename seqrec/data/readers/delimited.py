@@ -69,7 +69,8 @@ def _regular(data: bytes, number: int, names: Sequence[str], delimiter: str, ski
         return None
     if len(frame) != lines:
         return None
-    return marked(frame.fill_null(""), pl.struct(pl.lit(delimiter).alias("_by"), *names), number)
+    record = pl.struct(pl.lit(delimiter).alias("_by"), *names)
+    return marked(frame.fill_null(""), record, number).select(*MARKS, *names)
 
 
 def _split(lines: pl.DataFrame, names: Sequence[str], delimiter: str) -> pl.DataFrame:
