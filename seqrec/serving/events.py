@@ -149,7 +149,9 @@ class Store:
     """Events in a database; safe to use from several threads and processes."""
 
     def __init__(self, url: str, patience_s: float | None = None) -> None:
-        """Connect, and make the tables that are missing; wait `patience_s` for an answer of PostgreSQL, None: for ever.
+        """Connect, and make the tables that are missing.
+
+        An answer of PostgreSQL is waited for `patience_s` seconds; None: for ever.
 
         Raises:
             ConfigError: the URL is of no kind of database that is supported, or other software made a table in it.

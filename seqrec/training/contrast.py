@@ -29,7 +29,10 @@ def check(config: TrainConfig, model: SequenceModel, stage: str) -> None:
 
 
 def term(model: SequenceModel, batch: Batch, view_BD: Tensor, target_B: Tensor) -> Tensor:
-    """Return the mean of the term over the views of a step; `view_BD` come from the pass of the prediction loss."""
+    """Return the mean of the term over the views of a step.
+
+    `view_BD` are the last queries of its windows, from the pass that computes the prediction loss.
+    """
     other_BD = model(batch, last=True)[:, -1]
     with torch.autocast(view_BD.device.type, enabled=False):
         return losses.info_nce(view_BD.float(), other_BD.float(), target_B).mean()

@@ -25,7 +25,7 @@ Rows = tuple[Tensor, Tensor]  # row numbers in the new table, and those of the s
 def warm_start(net: SequenceModel, sequences: Path, folder: Path) -> bool:
     """Copy the champion's weights into `net`; in tables of items or users, only the rows that both models have.
 
-    `net` is newly built for the prepared dataset in `sequences`; `folder` is empty if there is no champion.
+    `net` is newly built for the prepared dataset in `sequences`. `folder` holds the champion's checkpoint, or nothing.
 
     Returns:
         Whether there is a champion of the same architecture and options that cannot have been trained on an event
