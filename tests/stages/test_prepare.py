@@ -113,7 +113,7 @@ def test_shards_of_a_dump_whose_last_users_have_left_hold_all_events(tmp_path):
     rows = [row for row in synthetic_rows(users=20) if row[0] not in ("u17", "u18", "u19")]
     whole = events_of(prepare_rows(tmp_path / "whole", rows, extend=str(first)))
     assert whole.num_rows == 20
-    for size in (20, 26, 41, 59):  # in the last three, a shard would begin with a user who has left
+    for size in (20, 35, 56, 59):  # in the first three, a shard would begin with a user who has left
         parts = events_of(prepare_rows(tmp_path / f"of {size}", rows, extend=str(first), shard_events=size))
         assert parts.combine_chunks().equals(whole.combine_chunks())
 
