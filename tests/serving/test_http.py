@@ -55,10 +55,11 @@ def test_an_answer_is_the_recommenders(address, recommender):
     ],
 )
 def test_a_malformed_body_is_refused_with_the_reason(address, text):
-    answer = requests.post(f"{address}/recommend", data=text, headers={"content-type": "application/json"}, timeout=10)
-
-    assert answer.status_code in (400, 422)
-    assert answer.json()["detail"]
+    body, headers = text if isinstance(text, bytes) else text.encode(), {"content-type": "application/json"}
+    for path, data in (("", body), ("/batch", body), ("/batch", b'{"requests": [' + body + b"]}")):
+        answer = requests.post(f"{address}/recommend{path}", data=data, headers=headers, timeout=10)
+        assert answer.status_code in (400, 422)
+        assert answer.json()["detail"]
 
 
 def test_who_cannot_be_answered_or_makes_a_pass_fail_fails_alone(recommender):
