@@ -199,14 +199,14 @@ def run(prepared, out, model="sasrec", options=None, log=None, refit="none", fil
     return finetune(**shared, config=settings, refit=refit, log=log)
 
 
-def run_pretrain(model, dataset, out, options, sources=(), champion=None, **config):
+def run_pretrain(model, dataset, out, options, sources=(), champion=None, architecture=None, **config):
     """Pre-train on the dataset in the folder `dataset`, with its items' text."""
     return pretrain(
         model=model,
         sequences=dataset / "sequences",
         initial=out / "initial",
         state=out / "state",
-        architecture=ModelConfig(architecture=model, options=options),
+        architecture=ModelConfig(architecture=architecture or model, options=options),
         filter_seen=True,
         config=PretrainConfig(**config),
         data=dataset,

@@ -179,8 +179,8 @@ def test_the_stage_takes_the_champion_in_place_of_pre_training(folders, tmp_path
 def test_a_model_that_reads_text_says_that_it_starts_anew(folders, tmp_path, caplog):
     old, new = folders
     write_champion(tmp_path / "champion", old)
-    options = {"d_model": 8, "layers": 1, "heads": 1, "length": 4}
+    settings = {"architecture": "fdsa", "options": {"d_model": 8, "layers": 1, "heads": 1, "length": 4}, "epochs": 0}
 
-    run_pretrain("fdsa", new.parent, tmp_path, options, champion=tmp_path / "champion", epochs=0)
+    run_pretrain("mine", new.parent, tmp_path, champion=tmp_path / "champion", **settings)
 
-    assert "the champion is not used: fdsa reads the text of items, and starts anew" in caplog.text
+    assert "the champion is not used: mine reads the text of items, and starts anew" in caplog.text
