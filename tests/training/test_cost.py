@@ -49,8 +49,8 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(
 
     assert "min of training (1 epochs)" in caplog.text
     assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
-    for name, value in weights(tmp_path / "quiet").items():
-        assert torch.equal(weights(tmp_path / "loud")[name], value)
+    quiet, loud = (weights(tmp_path / name) for name in ("quiet", "loud"))
+    assert all(torch.equal(loud[name], value) for name, value in quiet.items())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
