@@ -32,7 +32,8 @@ from seqrec.training.checkpoint import load_checkpoint
 def folder(prepared, tmp_path_factory):
     """What training leaves: weights, counts, card, vocabulary, users."""
     counts = CountsConfig(alpha=0.5, events=2)
-    return save("sasrec", prepared, tmp_path_factory.mktemp("model"), counts, model="sasrec", fingerprint="f")
+    card = {"model": "sasrec", "fingerprint": "f"}
+    return save("sasrec", prepared, tmp_path_factory.mktemp("model"), counts, {"layers": 1}, **card)
 
 
 @pytest.fixture(scope="module")
