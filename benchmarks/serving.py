@@ -55,7 +55,7 @@ def histories(folder: Path) -> list[list[str]]:
     """Return the histories of some users."""
     from seqrec.data import sequences  # imports torch, which is not to be in the process of the service
 
-    data, item_ids = sequences.load(folder), sequences.read_vocabulary(folder)[0]
+    data, item_ids = sequences.load(folder), sequences.read_items(folder)
     users = random.Random(0).sample(range(data.num_users), min(BODIES, data.num_users))
     return [[item_ids[item - 1] for item in data.items[data.start[u] : data.stop[u]].tolist()] for u in users]
 

@@ -18,7 +18,7 @@ from seqrec.analysis import attribution, strec_sparsity
 from seqrec.analysis.strec_sparsity import Point
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json, read_table
 from seqrec.counts.term import CountTerm
-from seqrec.data.sequences import Sequences, read_users, read_vocabulary, window
+from seqrec.data.sequences import Sequences, read_items, read_users, window
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import PAD, Batch, SequenceModel
 from seqrec.training.checkpoint import load_checkpoint
@@ -171,5 +171,5 @@ def _first_maps(model: SequenceModel, batch: Batch) -> Maps | None:
 def _names(users: Sequence[Example], sequences: Path, titles: Mapping[str, str]) -> dict[int, str]:
     lists = (opinion.best for user in users for opinion in user.opinions.values())
     wanted = sorted({user.target for user in users}.union(*lists, *(user.history for user in users)))
-    item_ids = read_vocabulary(sequences)[0]
+    item_ids = read_items(sequences)
     return {item: titles.get(item_ids[item - 1], item_ids[item - 1]) for item in wanted}

@@ -35,7 +35,7 @@ def has_texts(folder: Path) -> bool:
     """Return whether items of the split tables in `folder` have text."""
     from seqrec.data import item_tokens
 
-    return item_tokens.described(folder.parent / ITEMS, sequences.read_vocabulary(folder)[0])
+    return item_tokens.described(folder.parent / ITEMS, sequences.read_items(folder))
 
 
 def tracking_uri(out: Path) -> str:

@@ -18,7 +18,7 @@ from seqrec.config.ranges import ListLength
 from seqrec.counts.term import with_counts
 from seqrec.data import stores
 from seqrec.data.sequences import load as load_sequences
-from seqrec.data.sequences import read_users, read_vocabulary
+from seqrec.data.sequences import read_items, read_users
 from seqrec.evaluation import ranking
 from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
@@ -137,7 +137,7 @@ def score_with(checkpoint: Checkpoint, sequences: Path, output: str | Path, k: i
     model = checkpoint.model
     checkpoint.check_catalogue(sequences, users="user" in model.needs)
     data = load_sequences(sequences)
-    item_ids = pa.array([None, *read_vocabulary(sequences)[0]], pa.string())
+    item_ids = pa.array([None, *read_items(sequences)], pa.string())
     user_ids, filter_seen = read_users(sequences), checkpoint.card["filter_seen"]
     scorer = with_counts(ranking.model_scorer(model), checkpoint.count_term)
     with stores.written(output) as partial, pq.ParquetWriter(partial, SCORES_SCHEMA) as writer:

@@ -146,7 +146,7 @@ def load(directory: Path) -> Sequences:
     length = torch.cat([from_dlpack(chunk.offsets).diff() for chunk in table["items"].chunks]).long()
     stop = length.cumsum(0)
     start = stop - length
-    vocabulary = read_table(directory / VOCABULARY, ["count"])
+    count = read_table(directory / VOCABULARY, ["count"])["count"].combine_chunks()
     train_stop, valid_stop = (start + from_dlpack(table[end].combine_chunks()) for end in ("train_end", "valid_end"))
     times, card = _flat(table["times"]), read_json(directory / SPLIT_CARD)
     return Sequences(
@@ -157,7 +157,7 @@ def load(directory: Path) -> Sequences:
         valid_start=_valid_start(times, start, train_stop, valid_stop, card.get("valid_cut")),
         valid_stop=valid_stop,
         stop=stop,
-        count=counts_of(vocabulary),
+        count=F.pad(from_dlpack(count), (1, 0)),
         card=card,
         negatives=_negatives(directory) if card["protocol"] == "LOO-101" else None,
     )
@@ -183,15 +183,9 @@ def _negatives(directory: Path) -> Tensor:
     return from_dlpack(column.values).view(len(column), -1)
 
 
-def read_vocabulary(directory: Path) -> tuple[list[str], Tensor]:
-    """Return the item_id of items 1, 2, ... and the training events (V,) of each item; entry 0 is padding."""
-    table = read_table(directory / VOCABULARY)
-    return table["item_id"].to_pylist(), counts_of(table)
-
-
-def counts_of(vocabulary: pa.Table) -> Tensor:
-    """Return the training events (V,) of the items of a vocabulary; entry 0 is padding."""
-    return F.pad(from_dlpack(vocabulary["count"].combine_chunks()), (1, 0))
+def read_items(directory: Path) -> list[str]:
+    """Return the item_id of items 1, 2, ... of the prepared dataset."""
+    return read_table(directory / VOCABULARY, ["item_id"])["item_id"].to_pylist()  # type: ignore[no-any-return]
 
 
 def read_users(directory: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from seqrec.artifacts import ITEMS
 from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig
 from seqrec.data.sequences import load as load_sequences
-from seqrec.data.sequences import read_vocabulary
+from seqrec.data.sequences import read_items
 from seqrec.tracking.runs import epoch_log
 from seqrec.training import auto_settings, families
 from seqrec.training.auto_settings import Shape
@@ -61,7 +61,7 @@ def pretrain(
     if AUTO in architecture.options.values():
         from seqrec.data import item_tokens
 
-        text = data is not None and item_tokens.described(data / ITEMS, read_vocabulary(sequences)[0])
+        text = data is not None and item_tokens.described(data / ITEMS, read_items(sequences))
         shape = Shape.of(load_sequences(sequences), described=text)
         architecture = auto_settings.resolved_options(architecture, shape, f"models.{model}.options")
     tables = data or Path()

@@ -21,7 +21,7 @@ from seqrec.artifacts import ITEMS, MODEL_CARD, TOKENIZER
 from seqrec.config import ModelConfig, PretrainConfig, parse
 from seqrec.counts import item_vectors
 from seqrec.data import item_tokens
-from seqrec.data.sequences import Sequences, load, ranges, read_vocabulary
+from seqrec.data.sequences import Sequences, load, ranges, read_items
 from seqrec.models import REGISTRY
 from seqrec.models.base import Catalogue, SequenceModel
 from seqrec.models.optional import ReadsTokens, ReadsVectors, SelfSupervised, Transferable, TwoDomains
@@ -80,7 +80,7 @@ class Start:
     def texts(self) -> list[item_tokens.Texts]:
         """Return the text of the items of each dataset."""
         pairs = zip(self.tables, self.sequences, strict=True)
-        return [item_tokens.read_texts(t / ITEMS, read_vocabulary(s)[0], self.options.attributes) for t, s in pairs]
+        return [item_tokens.read_texts(t / ITEMS, read_items(s), self.options.attributes) for t, s in pairs]
 
     def build(self, data: Sequences, tokens: Tokens | None = None) -> SequenceModel:
         """Return a new model for `data`; its initial values are drawn by the seed."""

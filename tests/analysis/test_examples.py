@@ -139,7 +139,7 @@ def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):
     save_model(tmp_path, saved.model, saved.card, catalogue_files(prepared))
     checkpoints = folders["checkpoints"] | {"sasrec": load_checkpoint(tmp_path)}
     titled, plain = choose(folders).names, choose(folders, checkpoints=checkpoints).names
-    item_ids = sequences.read_vocabulary(prepared)[0]
+    item_ids = sequences.read_items(prepared)
 
     assert titled == {item: f"Title of {item_ids[item - 1]}" for item in titled}
     assert plain == {item: item_ids[item - 1] for item in titled}

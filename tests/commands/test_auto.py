@@ -253,7 +253,7 @@ def test_a_log_from_the_newest_event_to_the_oldest_keeps_this_order_within_a_tim
         assert plan.params["prepare"].get("newest_first", False) is (name == "newest")
         assert card["counts"]["tied_events"] > 0
         folder = tmp_path / name / "out" / "data" / "sequences"
-        data, items = sequences.load(folder), sequences.read_vocabulary(folder)[0]
+        data, items = sequences.load(folder), sequences.read_items(folder)
         histories = [data.items[first:stop].tolist() for first, stop in zip(data.start, data.stop, strict=True)]
         found.append(sorted([items[item - 1] for item in history] for history in histories))
 

@@ -25,7 +25,7 @@ def test_scores_of_every_user_are_the_recommenders(prepared, tmp_path, monkeypat
     values = recommend.score(sequences=prepared, saved=saved, output=tmp_path / "out" / "best.parquet", k=k)
 
     table = pq.read_table(tmp_path / "out" / "best.parquet")
-    data, item_ids = sequences.load(prepared), sequences.read_vocabulary(prepared)[0]
+    data, item_ids = sequences.load(prepared), sequences.read_items(prepared)
     assert values == {"users": data.num_users}
     assert table["user_id"].to_pylist() == sequences.read_users(prepared)
     histories = [

@@ -27,7 +27,7 @@ CONFIG = CountsConfig(alpha=2.0, events=6, popularity=0.3, ease=20.0, ease_decay
 
 def requests_of(data, folder):
     """Everybody's events before the test event, as requests, and what evaluation ranks for them."""
-    item_ids, user_ids = sequences.read_vocabulary(folder)[0], sequences.read_users(folder)
+    item_ids, user_ids = sequences.read_items(folder), sequences.read_users(folder)
     rows = zip(data.start.tolist(), data.stop.tolist(), user_ids, strict=True)
     return [Request(history=[item_ids[i - 1] for i in data.items[a:b].tolist()], k=5, user=user) for a, b, user in rows]
 
@@ -49,7 +49,7 @@ def test_ranking_service_graph_search_and_batch_agree(prepared, tmp_path, monkey
     pure_scorer = ranking.model_scorer(checkpoint.model)
     scorer = term.with_counts(pure_scorer, checkpoint.count_term)
     item_BK, score_BK = ranking.best(scorer, data, users, data.stop, filter_seen=filter_seen, top_k=5)
-    item_ids = sequences.read_vocabulary(prepared)[0]
+    item_ids = sequences.read_items(prepared)
 
     recommend.score(sequences=prepared, saved=saved, output=tmp_path / "best.parquet", k=5)
     table = pq.read_table(tmp_path / "best.parquet")

@@ -560,7 +560,7 @@ def test_text_is_asked_for(target, tmp_path):
 
 
 def texts_of(target):
-    return item_tokens.read_texts(target / artifacts.ITEMS, sequences.read_vocabulary(target / "sequences")[0])
+    return item_tokens.read_texts(target / artifacts.ITEMS, sequences.read_items(target / "sequences"))
 
 
 def run_another(architecture, target, out, sources=(), **options):

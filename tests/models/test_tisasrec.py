@@ -38,8 +38,8 @@ def test_seconds_count_in_a_history_of_years(tmp_path):
     batch = sequences.window(data, torch.tensor([0]), data.stop, 4)
     requests = [Request(history=["i0", "i1", "i2", "i3"], times=[second for _, _, second in rows])]
     model = make_model("tisasrec", num_items=data.num_items, num_users=1)
-    item_ids, counts = sequences.read_vocabulary(tmp_path / "sequences")
-    recommender = Recommender(TorchEngine(model), item_ids, counts.numpy(), ["u"], filter_seen=True)
+    item_ids = sequences.read_items(tmp_path / "sequences")
+    recommender = Recommender(TorchEngine(model), item_ids, data.count.numpy(), ["u"], filter_seen=True)
     served = as_batch(recommender.histories(requests, [recommender.known(requests[0])]))
 
     for given in (batch, served):

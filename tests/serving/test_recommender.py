@@ -40,7 +40,7 @@ def assert_recommendations_are_those_of_the_evaluation(prepared, saved):
     data = sequences.load(prepared)
     cases = sequences.cases(data, "test")
     ranked = ranking.rank(ranking.model_scorer(recommender.engine.model), data, cases, filter_seen=True, top_k=5)
-    item_ids, user_ids = sequences.read_vocabulary(prepared)[0], sequences.read_users(prepared)
+    item_ids, user_ids = sequences.read_items(prepared), sequences.read_users(prepared)
     requests, expected = [], []
     for case in range(0, len(cases), 7):
         user, stop = int(cases.user[case]), int(cases.position[case])
@@ -70,7 +70,7 @@ def test_unknown_items_are_skipped_and_counted_and_excluded_ones_not_shown(recom
 
 @pytest.mark.parametrize("history", [[], ["nobody knows this"]])
 def test_without_a_known_item_the_popular_ones_are_given_and_said_to_be(prepared, recommender, history):
-    counts = sequences.read_vocabulary(prepared)[1]
+    counts = sequences.load(prepared).count
 
     best = recommender.recommend(history, 3)
 

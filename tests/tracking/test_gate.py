@@ -61,7 +61,7 @@ def test_a_champion_ranks_the_new_cases_as_it_would_serve_them(grown, tmp_path, 
 
     assert (found.new_items, found.new_users) == (1, 3)
     data, shown, hits = prepared_data.load(new), set(), 0
-    items, users = prepared_data.read_vocabulary(new)[0], prepared_data.read_users(new)
+    items, users = prepared_data.read_items(new), prepared_data.read_users(new)
     for case in found.cases.to_pylist():
         first = int(data.start[case["user"] - 1])
         events = range(first, first + case["position"])
