@@ -20,11 +20,11 @@ class Target:
     inputs: SearchStrategy[Any]
     run: Callable[[Any], None]
     allowed: tuple[type[Exception], ...] = (ValueError,)
-    seconds: float = 10.0  # more for one input is a hang
+    seconds: float = 10.0  # of processor time; more for one input is a hang
 
 
 class HangError(Exception):
-    """An input took longer than its target allows."""
+    """An input took more processor time than its target allows."""
 
 
 def attempt(target: Target, value: Any) -> bool:
@@ -46,17 +46,20 @@ def attempt(target: Target, value: Any) -> bool:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `HangError` when the time is up; end the process where native code does not come back even then."""
+    """Raise `HangError` after `seconds` of processor time, however busy the machine is.
+
+    End the process where it waits, or where native code does not come back even then.
+    """
 
     def stop(*_: object) -> None:
-        raise HangError(f"not finished after {seconds:g} s")
+        raise HangError(f"not finished after {seconds:g} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     faulthandler.dump_traceback_later(6 * seconds, exit=True)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
