@@ -22,8 +22,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, whic
 # A test has a tracking server and a store of events only if it names them itself.
 for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "SEQREC_STORE"):
     os.environ.pop(name, None)
-# What torch notes of the operators that it exports takes longer than it saves where sizes are symbols.
-os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 
 # The files that take longest, in this order: a worker that got one of them last would keep the others waiting.
 LONGEST = (

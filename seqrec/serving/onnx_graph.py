@@ -164,6 +164,8 @@ def _check_equal(weights: Recommender, graph: Recommender, k: int) -> None:
 
 def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.onnx.ONNXProgram, list[str]]:
     """Return the graph from a history to the best `k` items, and the names of its inputs."""
+    from torch._dynamo import config as dynamo_config  # takes half a second to import
+
     rows, length = 2, max(model.shortest, min(4, model.options.history))
     example = {
         "items": torch.ones(rows, length, dtype=torch.int64),
@@ -182,7 +184,8 @@ def graph(model: SequenceModel, k: int, term: CountTerm | None) -> tuple[torch.o
         "hidden": {0: batch, 1: torch.export.Dim("hidden")},
         "earlier": {0: batch, 1: torch.export.Dim("earlier")},
     }
-    with warnings.catch_warnings():
+    uncached = dynamo_config.patch(fake_tensor_cache_enabled=False)  # with symbolic sizes, it costs more than it saves
+    with warnings.catch_warnings(), uncached:
         warnings.simplefilter("ignore")  # about the converter's own internals
         for name in ("torch.onnx", "onnxscript"):
             logging.getLogger(name).setLevel(logging.ERROR)
