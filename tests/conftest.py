@@ -13,6 +13,7 @@ import torch
 from support import prepare_rows, synthetic_rows
 
 from seqrec import warm
+from seqrec.commands import repro
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 
@@ -83,7 +84,7 @@ def data(prepared):
 @pytest.fixture(scope="session")
 def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
-    modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", "seqrec.stages.register")
+    modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", *repro.REGISTER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables

@@ -44,7 +44,7 @@ HIDDEN = (
 TRAINING = ("pretrain", "finetune", "evaluate")  # stages of each model
 AFTER_PREPARE = (*TRAINING, "baselines", "register")
 REGISTER_AGAIN = "`python -m seqrec register` registers its models in a new or emptied MLflow store."
-REGISTER = "seqrec.stages.register"  # whose imports take long, too
+REGISTER = ("seqrec.stages.register", "seqrec.tracking.gate")  # whose imports take long, too
 RUNNING, SKIPPED = "Running stage '", "' didn't change, skipping"
 
 
@@ -69,7 +69,7 @@ def _repro(changes: str, jobs: int) -> None:
     remove_left_locks()
     repair_lock_file()
     began = time.monotonic()
-    with warm.process(REGISTER) as variables, changed(read_changes(changes)) as environment:
+    with warm.process(*REGISTER) as variables, changed(read_changes(changes)) as environment:
         config = load(PARAMS)
         if missing := {"sources", "leaderboard"} - yaml.safe_load(PARAMS.read_bytes()).keys():
             raise ConfigError(f"{PARAMS}: {sorted(missing)[0]} is missing, which dvc.yaml reads; write it as a list")

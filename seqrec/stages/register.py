@@ -1,7 +1,7 @@
 """Stage `register`: the leaderboard, the MLflow runs, and the best model through the gate of the registry.
 
 Every step finds what an earlier, perhaps killed, call has left by its fingerprint, and does only the rest;
-the graph alone is exported each time.
+the graph alone is exported each time. MLflow, whose import takes seconds, is imported while the export runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Run
-from mlflow.exceptions import MlflowException
 
 from seqrec.analysis import examples, report
 from seqrec.analysis.examples import Examples
@@ -60,10 +57,16 @@ from seqrec.evaluation.leaderboard import (
     write_summaries,
 )
 from seqrec.evaluation.leaderboard import write as write_leaderboard
-from seqrec.tracking import gate, registry, runs, view
+from seqrec.tracking import runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import TrackingError
 from seqrec.training.checkpoint import load_checkpoint
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Dataset, Run
+
+    from seqrec.tracking import registry
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +235,8 @@ def _explained(reports: Path, config: RegisterConfig) -> Iterator[None]:
 
 
 def _connect(split: Mapping[str, Any], data: Path, config: RegisterConfig) -> Tracker:
+    from mlflow.entities import Dataset
+
     source = read_json(data / SOURCE_CARD)
     client = runs.connect(config)
     origin = {key: str(source.get(key, "")) for key in ("source", "licence")}
@@ -293,6 +298,8 @@ def _elapsed(tracker: Tracker, entries: Sequence[Entry]) -> float:
 
 def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
     """Store a file and fetch it again, so that a server with a wrong artifact store fails here and not later."""
+    from mlflow.exceptions import MlflowException
+
     try:
         client.log_artifact(run.info.run_id, str(path))
         with tempfile.TemporaryDirectory() as directory:
@@ -310,6 +317,8 @@ def _check_artifacts(client: MlflowClient, run: Run, path: Path) -> None:
 
 def _log_entry(tracker: Tracker, entry: Entry, parent: Run, shown: Examples) -> Run:
     """Return the entry's run, complete: settings, dataset, curves, figures, report, model and final values."""
+    from seqrec.tracking import registry
+
     client, seconds = tracker.client, entry.card["seconds"]
     run = runs.open_run(
         client, tracker.experiment, entry.fingerprint, entry.name, parent=parent.info.run_id, seconds=seconds
@@ -345,6 +354,8 @@ def _about(entry: Entry, tracker: Tracker) -> str:
 
 
 def _describe(tracker: Tracker, run: Run, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+    from mlflow.entities import DatasetInput, InputTag
+
     inputs = [DatasetInput(tracker.dataset, [InputTag("mlflow.data.context", "training")])]
     tracker.client.log_inputs(run.info.run_id, inputs)
     runs.log_params(tracker.client, run, settings, {**tracker.tags, **tags})
@@ -382,6 +393,8 @@ def _gate(
     export: registry.Export | None,
 ) -> dict[str, Any]:
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
+    from seqrec.tracking import gate, registry
+
     name = f"seqrec-{tracker.split['dataset']}"
     tags = {
         **tracker.tags,
