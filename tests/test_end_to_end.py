@@ -29,7 +29,8 @@ def settings(**changes) -> dict:
     """Return params.yaml with the dataset `tiny`, two small models, and `changes` of the sections."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
     options = {"length": 12, "d_model": 16, "layers": 1}
-    params["datasets"] = {"tiny": {"ingest": {"source": "csv", "interactions": "tiny.csv"}, "options": options}}
+    ingest = {"source": "csv", "interactions": "tiny.csv", "items": "items.csv"}
+    params["datasets"] = {"tiny": {"ingest": ingest, "options": options}}
     params["models"] = {"sasrec": {"options": {"heads": 1, "dropout": 0.2}}, "gru4rec": {"options": {"dropout": 0.2}}}
     training = {"epochs": 3, "batch_size": 16, "learning_rate": 0.01, "warmup_steps": 2, "save_steps": 3}
     params |= {"dataset": "tiny", "sources": [], "leaderboard": list(MODELS), "tune": {"spaces": {}}}
@@ -60,8 +61,11 @@ def make_project(folder: Path) -> Path:
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write what a user brings: a log, and params.yaml."""
-    write_log(folder / "tiny.csv", synthetic_rows(), start=1_000_000_000)
+    """Write what a user brings: a log, titles of the items, and params.yaml."""
+    rows = synthetic_rows()
+    write_log(folder / "tiny.csv", rows, start=1_000_000_000)
+    titles = sorted({f"{item},The {item}\n" for _, item, _ in rows})
+    (folder / "items.csv").write_text("".join(["item_id,title\n", *titles]))
     (folder / "params.yaml").write_text(yaml.safe_dump(settings(), sort_keys=False))
     return folder
 
