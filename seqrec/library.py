@@ -341,6 +341,8 @@ def fit(
     """
     data = _checked(data)
     if model in BASELINES:
+        if model in REGISTRY:
+            raise ValueError(f"model: {model} is a baseline: register your class under another name")
         changed = {"minutes": minutes, "options": options, "pretrain": pretrain, "finetune": finetune, "seed": seed}
         return _baseline(data, model, [name for name, value in changed.items() if value is not None], folder)
     described = model in data.params.models

@@ -344,6 +344,12 @@ def test_errors_name_what_to_change(data, call, message):
         call(data)
 
 
+def test_no_baseline_is_trained_in_place_of_an_own_model_of_its_name(data, monkeypatch):
+    monkeypatch.setattr(REGISTRY, "data", REGISTRY.data | {"ease": GRU4Rec})
+    with pytest.raises(ValueError, match="model: ease is a baseline: register your class under another name"):
+        seqrec.fit(data, "ease")
+
+
 def test_a_notebook_shows_the_progress_as_a_terminal_does(monkeypatch, capsys):
     assert ProgressBar("epoch", 2, shown=True).disable
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
