@@ -132,6 +132,8 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         raise FileNotFoundError(f"--run: the run in {run} was interrupted: call `seqrec run` again first")
     params = load(run / SETTINGS)
     folder = data or run / "data"
+    if not (folder / "sequences" / SPLIT_CARD).is_file():
+        raise FileNotFoundError(f"--data: {folder} holds no prepared data: name the folder that the run was given")
     figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
     outcome = "the champion" if figures["promoted"] else "a candidate: the champion stays"
     logger.info("%s is in MLflow; its best model is %s", run, outcome)

@@ -86,6 +86,8 @@ def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_untraine
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["seqrules"]
 
+    assert main(["import", "--run", "second"]) == 1
+    assert "--data: second/data holds no prepared data: name the folder that the run was given" in caplog.text
     other = shutil.copytree("out/data", Path("other"))
     card = json.loads((other / "sequences/split.json").read_text()) | {"split_sha256": "0" * 64}
     (other / "sequences/split.json").write_text(json.dumps(card))
