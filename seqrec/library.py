@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+import torch
 from rich.console import Console
 
 from seqrec import config, locks
@@ -476,7 +477,8 @@ def _ids(values: Iterable[Any]) -> list[str]:
 
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"expected a list of ids, not {values!r:.40}")
-    return identifier(pl.Series([str(value) for value in values], dtype=pl.String)).to_list()
+    plain = (value.item() if isinstance(value, torch.Tensor) else value for value in values)
+    return identifier(pl.Series([str(value) for value in plain], dtype=pl.String)).to_list()
 
 
 def _write(frame: Any, path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
+import torch
 import yaml
 from support import ROOT, figures, synthetic_rows
 
@@ -192,6 +193,7 @@ def test_ids_may_be_numbers_as_in_the_log():
 
     same = model.recommend([1, 2.0], exclude=[3.0], allow=[3, 4, 5.0], user=7.0)
     assert same.equals(known)
+    assert model.recommend(torch.tensor([1, 2]), exclude=np.array([3]), allow=[3, 4, 5], user=7).equals(known)
     assert sorted(known["item"]) == ["4", "5"]
 
 

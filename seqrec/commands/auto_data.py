@@ -192,12 +192,12 @@ def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]
     settings = {"protocol": "LOO-full", **order}
     try:
         settings |= _core(params, out, settings)
-        few = not len(sequences.cases(sequences.load(out / "data" / "sequences"), "valid"))
+        few = not sequences.load(out / "data" / "sequences").trained().any()
     except ValueError:
         few = True
     if few:
         raise ValueError(
-            "no user has three events with items that occur at least twice: name another column with --user"
+            "no user has four events with items that occur at least twice: name another column with --user"
         )
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 

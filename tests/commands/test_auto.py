@@ -319,12 +319,12 @@ def test_a_wrong_column_names_the_flags(tmp_path, time, message):
         prepared(tmp_path, tmp_path / "log.csv")
 
 
-@pytest.mark.parametrize("events", [1, 2])
+@pytest.mark.parametrize("events", [1, 3])
 def test_users_with_too_few_events_name_the_flag(tmp_path, events):
     rows = [(f"u{n // events}", f"i{n % 8}", 1_600_000_000 + 3600 * n) for n in range(200)]
     pl.DataFrame(rows, schema=["user", "item", "time"], orient="row").write_csv(tmp_path / "log.csv")
 
-    with pytest.raises(ValueError, match=r"no user has three events .* --user"):
+    with pytest.raises(ValueError, match=r"no user has four events .* --user"):
         prepared(tmp_path, tmp_path / "log.csv")
 
 
