@@ -320,9 +320,14 @@ def register_refit(
 def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     """Return the version of the registered model `name` that holds `alias`, or nothing.
 
+    The service asks again and again, so a database that is missing is not created.
+
     Raises:
         TrackingError: the server does not answer.
     """
+    database = runs.sqlite_path(runs.tracking_uri(config))
+    if database is not None and not database.exists():
+        return ""
     with runs.explained(config):
         version = _find_alias(runs.connect(config), name, alias)
     return "" if version is None else str(version.version)

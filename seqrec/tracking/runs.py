@@ -243,7 +243,10 @@ def _create_database(uri: str) -> None:
         for left in path.parent.glob(f"{partial.name}*"):  # by a process that was killed
             left.unlink()
         MlflowClient(f"{SQLITE}{partial}").search_experiments(max_results=1)
-        partial.rename(path)
+        if path.exists():  # it was away for some seconds, and is back
+            partial.unlink()
+        else:
+            partial.rename(path)
 
 
 def experiment(client: MlflowClient, config: RegisterConfig) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -18,7 +19,7 @@ from support import exit_of
 from unsynced import make_tables
 
 from seqrec.config import RegisterConfig
-from seqrec.tracking import runs
+from seqrec.tracking import registry, runs
 from seqrec.tracking.runs import TrackingError
 
 
@@ -115,6 +116,22 @@ def test_killed_while_the_database_is_made_leaves_none_behind(tmp_path):
     assert list(tmp_path.iterdir())  # it had begun
     assert runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")).search_experiments()
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+
+
+def test_a_database_that_comes_back_while_a_new_one_is_created_is_kept(client, config, tmp_path, monkeypatch):
+    file, create = tmp_path / "mlflow.db", MlflowClient.search_experiments
+    own = RegisterConfig(tracking_uri=f"sqlite:///{file}", experiment="own")
+    assert registry.alias_version(name="seqrec-own", alias=registry.CHAMPION, config=own) == ""
+    assert not file.exists()  # looking for a champion creates nothing
+
+    def restored(self, **options):
+        shutil.copy(config.tracking_uri.removeprefix("sqlite:///"), file)
+        return create(self, **options)
+
+    client.create_experiment("kept")
+    monkeypatch.setattr(MlflowClient, "search_experiments", restored)
+    assert runs.connect(own).get_experiment_by_name("kept")
+    assert not (tmp_path / "mlflow.db.partial").exists()
 
 
 def test_a_folder_that_no_address_can_name_is_refused(tmp_path):
