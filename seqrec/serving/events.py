@@ -167,6 +167,7 @@ class Store:
             raise ConfigError(f"store: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
         self._insert: Any = kinds[self.engine.dialect.name]
         self._sqlite = self.engine.dialect.name == "sqlite"
+        self._file: tuple[int, int] | None = None  # which SQLite file it is, once there is one
         if self._sqlite:
             if self.engine.url.database in (None, "", ":memory:"):
                 raise ConfigError(f"store: {url} names no file, so it would keep nothing; {EXPECTED}")
@@ -215,8 +216,8 @@ class Store:
             StoreError: the database does not answer, or refuses.
         """
         try:
-            if self._sqlite and is_cut_short(Path(self.engine.url.database or "")):
-                raise StoreError(self._damaged())
+            if self._sqlite:
+                self._check_file(Path(self.engine.url.database or ""))
             with self.engine.begin() as connection:
                 yield connection
         except sa.exc.SQLAlchemyError as error:
@@ -225,6 +226,22 @@ class Store:
             raise
         except OSError as error:
             raise StoreError(f"store: {self._url}: {error.strerror}") from None
+
+    def _check_file(self, file: Path) -> None:
+        """Raise StoreError if the SQLite file is cut short or gone; drop the connections if it is another one.
+
+        Whoever has a file open may write into it, and lose the events, after it was removed or replaced.
+        """
+        if is_cut_short(file):
+            raise StoreError(self._damaged())
+        found = (file.stat().st_dev, file.stat().st_ino) if file.is_file() else None
+        if found is None and self._file is not None:
+            raise StoreError(
+                f"store: {self._url}: the file is gone: put it back, or start the service again, which creates one"
+            )
+        if found != self._file:
+            self.engine.dispose()
+            self._file = found
 
     def _damaged(self) -> str:
         return f"store: {self._url} is damaged: restore it from a backup, or remove it with all its events"

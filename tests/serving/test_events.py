@@ -48,6 +48,27 @@ def test_a_past_is_in_the_order_of_its_times_whatever_came_first(store):
     assert past["nobody"].items == past["\0"].items == []
 
 
+def test_no_event_is_written_into_a_file_that_was_removed_or_replaced(store, tmp_path):
+    file, away = tmp_path / "events.db", tmp_path / "away.db"
+    store.add([event(1, item="a")])
+    file.rename(away)
+    with pytest.raises(StoreError, match="the file is gone: put it back"):
+        store.add([event(2, item="b")])
+    assert not file.exists()
+
+    away.rename(file)
+    store.add([event(2, item="c")])
+    assert store.histories(["u"])["u"].items == ["a", "c"]
+
+    other = Store(f"sqlite:///{away}")
+    other.add([event(3, item="d")])
+    other.engine.dispose()
+    for part in tmp_path.glob("events.db*"):
+        part.unlink()
+    away.rename(file)
+    assert store.histories(["u"])["u"].items == ["d"]
+
+
 def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
     monkeypatch.setattr(module, "NEWEST_EVENTS", 3)
     store.add([event(number, item=f"i{number}") for number in range(9)])
