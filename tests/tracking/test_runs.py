@@ -134,6 +134,21 @@ def test_a_database_that_comes_back_while_a_new_one_is_created_is_kept(client, c
     assert not (tmp_path / "mlflow.db.partial").exists()
 
 
+def test_the_champion_is_that_of_the_database_in_place_of_another(client, config, tmp_path):
+    first, file = config.tracking_uri.removeprefix("sqlite:///"), tmp_path / "mlflow.db"
+    own = RegisterConfig(tracking_uri=f"sqlite:///{file}", experiment="own")
+    shutil.copy(first, file)
+    assert registry.alias_version(name="seqrec-back", alias=registry.CHAMPION, config=own) == ""
+
+    run = client.create_run("0").info
+    client.create_registered_model("seqrec-back")
+    client.create_model_version("seqrec-back", source=run.artifact_uri, run_id=run.run_id)
+    client.set_registered_model_alias("seqrec-back", registry.CHAMPION, "1")
+    file.unlink()
+    shutil.copy(first, file)
+    assert registry.alias_version(name="seqrec-back", alias=registry.CHAMPION, config=own) == "1"
+
+
 def test_a_folder_that_no_address_can_name_is_refused(tmp_path):
     with pytest.raises(runs.TrackingError, match=r"50%20x has % or \? in its name"):
         runs.connect(RegisterConfig(tracking_uri=f"sqlite:///{tmp_path}/50%20x/mlflow.db"))
