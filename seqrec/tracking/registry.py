@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -320,14 +321,16 @@ def register_refit(
 def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     """Return the version of the registered model `name` that holds `alias`, or nothing.
 
-    The service asks again and again, so a database that is missing is not created.
+    The service asks again and again: a SQLite file that is missing is not created, and one that was replaced is read.
 
     Raises:
         TrackingError: the server does not answer.
     """
     database = runs.sqlite_path(runs.tracking_uri(config))
-    if database is not None and not database.exists():
-        return ""
+    if database is not None:
+        if not database.exists():
+            return ""
+        os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")  # others would keep the replaced one open
     with runs.explained(config):
         version = _find_alias(runs.connect(config), name, alias)
     return "" if version is None else str(version.version)

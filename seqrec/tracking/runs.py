@@ -128,8 +128,6 @@ def connect(config: RegisterConfig) -> MlflowClient:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
 
     uri = tracking_uri(config)
-    if sqlite_path(uri):  # an open connection would go on reading a file that was replaced
-        os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
     try:
         _create_database(uri)
         _set_default(uri)
