@@ -294,11 +294,13 @@ def _add_watching(api: FastAPI, service: Service) -> None:
 
     api.mount("/page", StaticFiles(directory=PAGE))
 
+    @api.head("/health", include_in_schema=False)  # as some load balancers ask
     @api.get("/health")
     async def health() -> schemas.State:
         """Say what is being served."""
         return service.state()
 
+    @api.head("/ready", include_in_schema=False)
     @api.get("/ready", responses={503: {"model": schemas.Readiness}})
     async def ready(response: Response) -> schemas.Readiness:
         """Say whether to send requests here: not before there is a champion, nor while it waits for its end."""

@@ -67,6 +67,7 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         for path in ("/health", "/ready", "/metrics", "/docs", "/openapi.json"):
             assert requests.get(address + path, timeout=10).status_code == 200
+        assert requests.head(address + "/health", timeout=10).status_code == 200
         for path in ("/popular", "/similar/i1"):
             assert requests.get(address + path, timeout=10).status_code == 401
         admins_alone = requests.put(f"{address}/experiment", headers={"Authorization": f"bearer {app}"}, timeout=9)

@@ -79,16 +79,11 @@ async function take() {
   element("unknown").textContent = "";
   if (!user) return change([]);
   const path = `/users/${encodeURIComponent(user)}`;
-  const found = await call(path).catch((error) => (element("unknown").textContent = absent(error)) && null);
+  const found = await call(path).catch((error) => (element("unknown").textContent = error.message) && null);
   if (!found) return change(history_);
   found.items.forEach((item, position) => titles.set(item, found.titles[position]));
   if (!found.items.length) element("unknown").textContent = `The service has no events of ${user}.`;
   change(found.items);
-}
-
-function absent(error) {
-  const none = error.message === "Not Found";
-  return none ? "This service stores no events, because it was started without --store. Search for items and add them instead." : error.message;
 }
 
 async function search() {
