@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import locks
-from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, read_json, write_text
+from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, write_text
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load, read_changes
 from seqrec.evaluation import leaderboard
@@ -115,8 +115,7 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
 
 def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
     """Write leaderboard.json for the `models` that were evaluated; return its content."""
-    split = read_json(sequences / SPLIT_CARD)
-    return leaderboard.write(reports, split, leaderboard.build(reports=reports, models=models))
+    return leaderboard.write(reports, sequences, leaderboard.build(reports=reports, models=models))
 
 
 def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:

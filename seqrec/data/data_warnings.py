@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from seqrec.data import ties
 from seqrec.data.sequences import Sequences, cases, train_events
 
 USERS, ITEMS, STEPS = 1_000, 50, 20  # warn about fewer users (all, or with cases), items or steps per epoch
@@ -12,6 +13,7 @@ TIES, ORDERED_TIES, FLATTERING, AT_ONCE = 0.5, 0.1, 0.02, 0.2  # warn about larg
 REPEATS = 0.1  # from this share of events that repeat an item, `auto` keeps past items as candidates
 BUSIEST, FEW = 0.1, 10  # a user with a larger share of the events, or of the validation cases and more of them, is odd
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
+COUNTED = 20_000_000  # largest number of events for which repeats are counted
 
 
 def repeats(data: Sequences) -> float:
@@ -34,6 +36,20 @@ def busiest(data: Sequences) -> float:
     """Return the share of the validation cases that one user has; 0 if no user has more than `FEW` of them."""
     number = cases(data, "valid").user.bincount(minlength=1)
     return float(number.max()) / float(number.sum()) if number.max() > FEW else 0.0
+
+
+def of(data: Sequences, *, filter_seen: bool, steps: int | None = None) -> list[str]:
+    """Return a sentence for each reason to doubt models and metrics on `data`."""
+    few = len(data.items) <= COUNTED
+    return warnings(
+        data.card,
+        steps=steps,
+        repeated=repeats(data) if few else None,
+        at_once=repeats_at_once(data) if few else 0.0,
+        one_user=busiest(data),
+        filter_seen=filter_seen,
+        ordered=ties.are_ordered(data),
+    )
 
 
 def warnings(

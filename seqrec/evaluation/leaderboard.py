@@ -106,15 +106,18 @@ def verdict(reports: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found | {"gain": gain._asdict(), "test_gain": test._asdict(), "sentence": sentence}
 
 
-def write(reports: Path, split: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def write(reports: Path, sequences: Path, rows: Sequence[Row]) -> dict[str, Any]:
     """Write leaderboard.json with the verdict and the warnings about the data; return its content."""
     from seqrec.data import data_warnings  # takes seconds
+    from seqrec.data.sequences import load
 
+    data = load(sequences)
+    split, filter_seen = data.card, bool(read_json(reports / rows[0]["model"] / METRICS)["filter_seen"])
     board = {key: split[key] for key in ("dataset", "protocol", "split_sha256")} | {
         "selection": SELECTION,
         "rows": list(rows),
         "verdict": verdict(reports, rows),
-        "warnings": data_warnings.warnings(split),
+        "warnings": data_warnings.of(data, filter_seen=filter_seen),
         "registry": None,  # `register` writes the gate's decision here
     }
     write_json(reports / LEADERBOARD, board)

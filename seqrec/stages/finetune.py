@@ -9,7 +9,7 @@ import torch
 
 from seqrec.artifacts import REFITTED
 from seqrec.config import EXPERIMENT, ConfigError, FinetuneConfig
-from seqrec.data import data_warnings, ties
+from seqrec.data import data_warnings
 from seqrec.data.sequences import Sequences
 from seqrec.data.sequences import load as load_sequences
 from seqrec.models.base import SequenceModel
@@ -22,7 +22,6 @@ from seqrec.training.refit import retrain
 from seqrec.training.train import Training, train
 
 logger = logging.getLogger(__name__)
-COUNTED = 20_000_000  # largest number of events for which repeats are counted
 _said: set[str] = set()
 
 
@@ -103,17 +102,7 @@ def _warn(net: SequenceModel, prepared: Sequences, config: FinetuneConfig, filte
     if config.batch_size > auto_settings.BATCHES[0]:  # the least that the rules choose
         windows = batches.windows(prepared, net.options, config, torch.Generator())
         steps = max(1, round(len(windows.user) / config.batch_size))
-    few = len(prepared.items) <= COUNTED
-    found = data_warnings.warnings(
-        prepared.card,
-        steps=steps,
-        repeated=data_warnings.repeats(prepared) if few else None,
-        at_once=data_warnings.repeats_at_once(prepared) if few else 0.0,
-        one_user=data_warnings.busiest(prepared),
-        filter_seen=filter_seen,
-        ordered=ties.are_ordered(prepared),
-    )
-    for sentence in found:
+    for sentence in data_warnings.of(prepared, filter_seen=filter_seen, steps=steps):
         if (key := f"{prepared.card['split_sha256']} {sentence}") not in _said:
             _said.add(key)
             logger.warning("%s: %s", prepared.card["dataset"], sentence)

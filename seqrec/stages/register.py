@@ -155,7 +155,7 @@ def register(
     best = next((e for e in entries if not (config.allow_below_baseline and e.row["baseline"])), entries[0])
     graph = exporting(best.folder) if config.graph else nullcontext()
     with graph as export, runs.registering(config, split["dataset"]), _explained(reports, config):
-        board = write_leaderboard(reports, split, rows)
+        board = write_leaderboard(reports, sequences, rows)
         write_csv(reports / LEADERBOARD_CSV, rows)
         write_summaries(reports / "summary", rows)
         histories = {entry.name: entry.history for entry in entries}

@@ -65,6 +65,7 @@ def test_run_goes_from_the_raw_log_to_the_leaderboard():
     board = json.loads(Path("out/reports/leaderboard.json").read_text())
     assert {row["model"] for row in board["rows"]} == {"sasrec", *FILTERED}
     assert board["registry"] is None
+    assert any("of the events repeat an item of the user" in sentence for sentence in board["warnings"])
     assert not Path("mlflow.db").exists()
 
 
