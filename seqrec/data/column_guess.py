@@ -43,9 +43,9 @@ WORDS = {  # role -> words in names of its columns, most reliable first
     ),
     "rating": ("rating", "ratings", "stars", "overall", "rate", "score"),
     "title": (
-        *("title", "name", "description", "titel", "bezeichnung", "artikelbezeichnung", "artikelname", "produktname"),
+        *("title", "name", "description", "headline", "titel", "bezeichnung", "artikelbezeichnung", "artikelname"),
         *("titulo", "nombre", "descripcion", "titre", "nom", "libelle", "designation", "nome", "titolo", "descrizione"),
-        *("descricao", "naam", "omschrijving"),
+        *("descricao", "naam", "omschrijving", "produktname"),
     ),
 }
 SURE = 2.0  # least score of a name that needs no check of its values

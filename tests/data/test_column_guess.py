@@ -360,6 +360,7 @@ def test_an_empty_parquet_file_has_no_rows(tmp_path):
     [
         ("id item name", "", "item name"),  # the log's column
         ("sku product_name category", "", "sku product_name"),
+        ("item section headline", "", "item headline"),
         ("item title", "title", "item title"),  # no other column has unique values
         ("code words", "", "code"),
         ("code words", "words", "code words"),
