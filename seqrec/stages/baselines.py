@@ -108,7 +108,7 @@ def baselines(
         if not number:
             raise ValueError(
                 f"the {split} split has no cases: check prepare.protocol, prepare.{split}_share, "
-                "prepare.sample_users and the k-core"
+                "prepare.sample_users and the k-core; under temporal, prepare.filter_on: all keeps new items"
             )
     if (most := max(numbers.values())) * prepared.num_items > SLOW:
         logger.warning(

@@ -74,6 +74,13 @@ def test_a_split_without_cases_names_the_settings(tmp_path):
         baselines(folder, tmp_path)
 
 
+def test_without_cases_because_later_items_are_new_the_error_names_the_filter(tmp_path):
+    rows = [(f"u{user}", f"i{10 * day + user % 2}", 1_000 * day + user) for user in range(12) for day in range(10)]
+    folder = prepare_rows(tmp_path, rows, protocol="temporal", min_user_events=2)
+    with pytest.raises(ValueError, match=r"valid split has no cases.*prepare\.filter_on: all"):
+        baselines(folder, tmp_path)
+
+
 def user_items(data):
     """The binary user-item matrix of train, with loops."""
     matrix = np.zeros((data.num_users, data.num_items + 1))
