@@ -29,9 +29,8 @@ from seqrec.artifacts import INTERACTIONS_SCHEMA, ITEMS_SCHEMA, MAX_ID_LENGTH
 from seqrec.config import ValidateConfig
 from seqrec.data.log_counts import EXAMPLES, LogCounts
 
-# Silences notes about folders and empty lists; the second logger sets its own level.
-for _name in ("great_expectations", "great_expectations.data_context.types.base"):
-    logging.getLogger(_name).setLevel(logging.WARNING)
+# Silences notes about folders and empty lists; this logger sets its own level, the parent's is set in validate.py.
+logging.getLogger("great_expectations.data_context.types.base").setLevel(logging.WARNING)
 
 RATINGS = tuple(str(half / 2) for half in range(1, 11))  # "0.5" ... "5.0"
 # Unicode blanks are listed, because \s of RE2, which pandas may use, matches only ASCII.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from seqrec.data.log_counts import LogCounts
 
 logger = logging.getLogger(__name__)
+logging.getLogger("great_expectations").setLevel(logging.WARNING)  # its import logs hundreds of lines
 
 COUNTED = ("item_id", "user_id")  # whose events per id are compared
 POSITIONS = ("lines", "prefixes")  # sources whose timestamps are positions in a sequence, not dates

@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -199,3 +201,10 @@ def test_page_loads_nothing_and_shows_severity_and_advice():
     assert f"{len(found) - 1} of {len(found)} rules passed" in page
     assert re.findall(r'<tr class="(good|bad)">', page) == ["bad"] + ["good"] * (len(found) - 1)
     assert "raise validate.max_duplicate_share" in page
+
+
+def test_great_expectations_is_silent_in_a_verbose_log():
+    code = "import logging; logging.basicConfig(level=logging.DEBUG); import seqrec.stages.validate; "
+    code += "import seqrec.data.expectations"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "great_expectations" not in found.stderr
