@@ -143,6 +143,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
         if column not in names:
             raise ValueError(
                 f"{path.name} has no column {column!r} for {name}; its columns are {', '.join(names):.300}"
+                + (ONE_EVENT if column in csv_files.header(path) else "")
             )
     if len(set(chosen.values())) < len(chosen):
         raise ValueError(f"{', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")

@@ -348,6 +348,13 @@ def test_a_file_that_is_no_table_says_what_it_is(tmp_path, content, message):
         guess(tmp_path / "log.csv", {})
 
 
+def test_a_chosen_column_of_lists_is_named_as_such(tmp_path):
+    pl.DataFrame({"session": ["a"], "items": [["x", "y"]]}).write_parquet(tmp_path / "log.parquet")
+
+    with pytest.raises(ValueError, match=r"no column 'items' for item_id.*each row must be one event; lists in it"):
+        guess(tmp_path / "log.parquet", {"item_id": "items"})
+
+
 def test_an_empty_parquet_file_has_no_rows(tmp_path):
     table("user=user item=item time=iso").clear().write_parquet(tmp_path / "log.parquet")
 
