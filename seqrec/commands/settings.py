@@ -15,11 +15,18 @@ from typing import Any
 
 from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
-from seqrec.config import ConfigError, Params, from_dict, parse
+from seqrec.config import ConfigError, Params, PrepareConfig, from_dict, parse
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
+PROTOCOLS = {  # settings of `prepare` that only some protocols read
+    "val_users": ("LOO-full", "LOO-101"),
+    "valid_share": ("RATIO-full", "temporal"),
+    "test_share": ("RATIO-full", "temporal"),
+    "cases": ("temporal",),
+    "filter_on": ("temporal",),
+}
 logger = logging.getLogger(__name__)
 
 
@@ -78,6 +85,13 @@ def check(params: Params, *, ingests: bool = True) -> None:
             sources.find(config)
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
+        prepare = params.section("prepare", dataset=dataset)
+        for name, protocols in PROTOCOLS.items():
+            if prepare.protocol not in protocols and getattr(prepare, name) != getattr(PrepareConfig, name):
+                raise ConfigError(
+                    f"prepare.{name}: has no effect with protocol: {prepare.protocol}, only with "
+                    f"{' or '.join(protocols)} (dataset {dataset})"
+                )
 
 
 def check_for_dvc(params: Params) -> None:

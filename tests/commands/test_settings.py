@@ -181,6 +181,7 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
             "datasets.other.ingest.source: there is no source 'cvs'; the sources are",
         ),
         ({"datasets.tiny.ingest.category": "Gift_Cards"}, "datasets.tiny.ingest.category: has no effect"),
+        ({"prepare.test_share": 0.2}, "prepare.test_share: has no effect with protocol: LOO-full, only"),
         ({"leaderboard": []}, "leaderboard: names no model"),
         ({"datasets.other.ingest.events": True}, "datasets.other.ingest.events: DVC cannot track the event store"),
     ],
