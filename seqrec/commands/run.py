@@ -56,8 +56,10 @@ def run(
         LockedError: another process runs in `out`.
         TrackingError: --from-champion or --register, and MLflow does not answer.
     """
-    params = load(config_file)
-    params = replace(params, dataset=dataset or params.dataset).with_overrides(read_changes(changes))
+    params, made = load(config_file), read_changes(changes)
+    if data and (vain := [name for name in made if name.startswith(("ingest.", "prepare."))]):
+        raise ConfigError(f"--changes: {vain[0]} has no effect with --data: {data} is prepared already")
+    params = replace(params, dataset=dataset or params.dataset).with_overrides(made)
     check(params, ingests=data is None)
     if register and data and not (data / SOURCE_CARD).is_file():
         raise FileNotFoundError(f"--register: {data / SOURCE_CARD}, which says where the data is from, not found")

@@ -1,3 +1,4 @@
+import logging
 import re
 import subprocess
 import sys
@@ -204,7 +205,6 @@ def test_page_loads_nothing_and_shows_severity_and_advice():
 
 
 def test_great_expectations_is_silent_in_a_verbose_log():
-    code = "import logging; logging.basicConfig(level=logging.DEBUG); import seqrec.stages.validate; "
-    code += "import seqrec.data.expectations"
+    code = "import logging, seqrec.stages.validate; print(logging.getLogger('great_expectations').level)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "great_expectations" not in found.stderr
+    assert int(found.stdout) == logging.WARNING  # before it is imported
