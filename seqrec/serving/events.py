@@ -188,6 +188,8 @@ class Store:
                         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(TABLES_LOCK)))
                     self._check_tables(sa.inspect(connection))
                     TABLES.create_all(connection)
+                if self._sqlite:
+                    self._check_file()  # it may be new, and is known from now on
                 return
             except ConfigError:
                 raise
@@ -217,7 +219,7 @@ class Store:
         """
         try:
             if self._sqlite:
-                self._check_file(Path(self.engine.url.database or ""))
+                self._check_file()
             with self.engine.begin() as connection:
                 yield connection
         except sa.exc.SQLAlchemyError as error:
@@ -227,11 +229,12 @@ class Store:
         except OSError as error:
             raise StoreError(f"store: {self._url}: {error.strerror}") from None
 
-    def _check_file(self, file: Path) -> None:
+    def _check_file(self) -> None:
         """Raise StoreError if the SQLite file is cut short or gone; drop the connections if it is another one.
 
         Whoever has a file open may write into it, and lose the events, after it was removed or replaced.
         """
+        file = Path(self.engine.url.database or "")
         if is_cut_short(file):
             raise StoreError(self._damaged())
         found = (file.stat().st_dev, file.stat().st_ino) if file.is_file() else None

@@ -69,6 +69,13 @@ def test_no_event_is_written_into_a_file_that_was_removed_or_replaced(store, tmp
     assert store.histories(["u"])["u"].items == ["d"]
 
 
+def test_no_event_is_written_into_a_new_file_that_was_removed_before_the_first_one(tmp_path):
+    store = Store(f"sqlite:///{tmp_path}/new.db")
+    (tmp_path / "new.db").unlink()
+    with pytest.raises(StoreError, match="the file is gone: put it back"):
+        store.add([event(1)])
+
+
 def test_the_newest_events_are_kept_where_there_are_too_many(store, monkeypatch):
     monkeypatch.setattr(module, "NEWEST_EVENTS", 3)
     store.add([event(number, item=f"i{number}") for number in range(9)])
