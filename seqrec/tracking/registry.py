@@ -321,7 +321,7 @@ def register_refit(
 def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     """Return the version of the registered model `name` that holds `alias`, or nothing.
 
-    The service asks again and again: a SQLite file that is missing is not created, and one that was replaced is read.
+    The service asks again and again: a SQLite file that was replaced is read anew, and none is created.
 
     Raises:
         TrackingError: the server does not answer.
@@ -337,11 +337,14 @@ def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
 
 
 def datasets(config: RegisterConfig) -> list[str]:
-    """Return the datasets that have a registered model.
+    """Return the datasets that have a registered model; a SQLite file that is missing has none, and is not created.
 
     Raises:
         TrackingError: the server does not answer.
     """
+    database = runs.sqlite_path(runs.tracking_uri(config))
+    if database is not None and not database.exists():
+        return []
     with runs.explained(config):
         models = runs.connect(config).search_registered_models("name LIKE 'seqrec-%'")
     return [model.name.removeprefix("seqrec-") for model in models]

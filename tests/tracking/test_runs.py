@@ -122,6 +122,7 @@ def test_a_database_that_comes_back_while_a_new_one_is_created_is_kept(client, c
     file, create = tmp_path / "mlflow.db", MlflowClient.search_experiments
     own = RegisterConfig(tracking_uri=f"sqlite:///{file}", experiment="own")
     assert registry.alias_version(name="seqrec-own", alias=registry.CHAMPION, config=own) == ""
+    assert registry.datasets(own) == []
     assert not file.exists()  # looking for a champion creates nothing
 
     def restored(self, **options):
