@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from seqrec.pipeline import BY_NAME, STAGES, Stage
 logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
 SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")  # figures of a model
+OF_DATA = re.compile(r"(datasets\.[^.]+\.)?(ingest|validate|prepare)\.")  # settings of the stages that --data skips
 
 
 def run(
@@ -57,7 +59,7 @@ def run(
         TrackingError: --from-champion or --register, and MLflow does not answer.
     """
     params, made = load(config_file), read_changes(changes)
-    if data and (vain := [name for name in made if name.startswith(("ingest.", "prepare."))]):
+    if data and (vain := [name for name in made if OF_DATA.match(name)]):
         raise ConfigError(f"--changes: {vain[0]} has no effect with --data: {data} is prepared already")
     params = replace(params, dataset=dataset or params.dataset).with_overrides(made)
     check(params, ingests=data is None)

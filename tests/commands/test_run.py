@@ -87,8 +87,9 @@ def test_run_on_prepared_data_gives_the_same_figures_and_registers_them_untraine
     versions = MlflowClient(tracking_uri="sqlite:///mlflow.db").search_model_versions("name='seqrec-log'")
     assert [version.tags["seqrec.model"] for version in versions] == ["seqrules"]
 
-    assert run("--out", "second", "--data", "out/data", "--changes", "prepare.min_rating=3") == 1
-    assert "prepare.min_rating has no effect with --data" in caplog.text
+    for name in ("prepare.min_rating", "validate.max_drift", "datasets.log.ingest.max_bad_share"):
+        assert run("--out", "second", "--data", "out/data", "--changes", f"{name}=1") == 1
+        assert f"{name} has no effect with --data" in caplog.text
     assert main(["import", "--run", "second"]) == 1
     assert "--data: second/data holds no prepared data: name the folder that the run was given" in caplog.text
     other = shutil.copytree("out/data", Path("other"))
