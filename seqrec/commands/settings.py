@@ -88,10 +88,9 @@ def check(params: Params, *, ingests: bool = True) -> None:
         prepare = params.section("prepare", dataset=dataset)
         for name, protocols in PROTOCOLS.items():
             if prepare.protocol not in protocols and getattr(prepare, name) != getattr(PrepareConfig, name):
-                raise ConfigError(
-                    f"prepare.{name}: has no effect with protocol: {prepare.protocol}, only with "
-                    f"{' or '.join(protocols)} (dataset {dataset})"
-                )
+                only = " or ".join(protocols)
+                said = "%s: prepare.%s has no effect with %s, only with %s"
+                logger.warning(said, dataset, name, prepare.protocol, only)
 
 
 def check_for_dvc(params: Params) -> None:

@@ -181,7 +181,6 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
             "datasets.other.ingest.source: there is no source 'cvs'; the sources are",
         ),
         ({"datasets.tiny.ingest.category": "Gift_Cards"}, "datasets.tiny.ingest.category: has no effect"),
-        ({"prepare.test_share": 0.2}, "prepare.test_share: has no effect with protocol: LOO-full, only"),
         ({"leaderboard": []}, "leaderboard: names no model"),
         ({"datasets.other.ingest.events": True}, "datasets.other.ingest.events: DVC cannot track the event store"),
     ],
@@ -191,6 +190,11 @@ def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes,
         settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes))
     assert str(error.value).startswith(message)
     assert not (tmp_path / "settings").exists()
+
+
+def test_a_setting_that_the_protocol_does_not_read_is_named(tmp_path, caplog):
+    settings(output=tmp_path / "settings", params=with_values(SETTINGS, {"prepare.test_share": 0.2}))
+    assert "tiny: prepare.test_share has no effect with LOO-full, only with RATIO-full or temporal" in caplog.text
 
 
 def test_networks_that_read_words_may_have_members(tmp_path):
