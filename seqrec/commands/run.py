@@ -44,7 +44,8 @@ def run(
         out: folder that receives data, artifacts, reports and resume states.
         dataset: key in `datasets`; default: `dataset` in the config.
         changes: settings for this run alone, such as "finetune.epochs=3".
-        data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped.
+        data: folder with prepared `sequences/`; ingest, validate and prepare are then skipped, and `changes` may not
+            name their settings.
         from_champion: if a model has the champion's architecture and options, and does not read text, start it from the
             champion's weights.
         register: run the stage register at the end: leaderboard, MLflow runs, candidate and champion.

@@ -20,7 +20,7 @@ from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
-PROTOCOLS = {  # settings of `prepare` that only some protocols read
+ONLY_WITH = {  # settings of `prepare` -> the only protocols that read them
     "val_users": ("LOO-full", "LOO-101"),
     "valid_share": ("RATIO-full", "temporal"),
     "test_share": ("RATIO-full", "temporal"),
@@ -67,6 +67,8 @@ def forget_edited_files(params: Params, folder: Path) -> None:
 def check(params: Params, *, ingests: bool = True) -> None:
     """Check what `from_dict` cannot, because it needs the packages of the stages: model options, and sources to fetch.
 
+    A warning names each setting of `prepare` that the protocol does not read.
+
     Raises:
         ConfigError: naming the key.
     """
@@ -86,11 +88,12 @@ def check(params: Params, *, ingests: bool = True) -> None:
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
         prepare = params.section("prepare", dataset=dataset)
-        for name, protocols in PROTOCOLS.items():
+        for name, protocols in ONLY_WITH.items():
             if prepare.protocol not in protocols and getattr(prepare, name) != getattr(PrepareConfig, name):
                 only = " or ".join(protocols)
-                said = "%s: prepare.%s has no effect with %s, only with %s"
-                logger.warning(said, dataset, name, prepare.protocol, only)
+                logger.warning(
+                    "%s: prepare.%s has no effect with %s, only with %s", dataset, name, prepare.protocol, only
+                )
 
 
 def check_for_dvc(params: Params) -> None:

@@ -13,7 +13,7 @@ TIES, ORDERED_TIES, FLATTERING, AT_ONCE = 0.5, 0.1, 0.02, 0.2  # warn about larg
 REPEATS = 0.1  # from this share of events that repeat an item, `auto` keeps past items as candidates
 BUSIEST, FEW = 0.1, 10  # a user with a larger share of the events, or of the validation cases and more of them, is odd
 DUPLICATES, OUTSIDE = 0.05, 0.5  # warn about larger shares of events that are left out
-COUNTED = 20_000_000  # largest number of events for which repeats are counted
+MOST_COUNTED = 20_000_000  # largest number of events for which repeats are counted
 
 
 def repeats(data: Sequences) -> float:
@@ -40,7 +40,7 @@ def busiest(data: Sequences) -> float:
 
 def of(data: Sequences, *, filter_seen: bool, steps: int | None = None) -> list[str]:
     """Return a sentence for each reason to doubt models and metrics on `data`."""
-    few = len(data.items) <= COUNTED
+    few = len(data.items) <= MOST_COUNTED
     return warnings(
         data.card,
         steps=steps,

@@ -326,10 +326,9 @@ def alias_version(*, name: str, alias: str, config: RegisterConfig) -> str:
     Raises:
         TrackingError: the server does not answer.
     """
-    database = runs.sqlite_path(runs.tracking_uri(config))
-    if database is not None:
-        if not database.exists():
-            return ""
+    if runs.is_missing(config):
+        return ""
+    if runs.sqlite_path(runs.tracking_uri(config)):
         os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")  # others would keep the replaced one open
     with runs.explained(config):
         version = _find_alias(runs.connect(config), name, alias)
@@ -342,8 +341,7 @@ def datasets(config: RegisterConfig) -> list[str]:
     Raises:
         TrackingError: the server does not answer.
     """
-    database = runs.sqlite_path(runs.tracking_uri(config))
-    if database is not None and not database.exists():
+    if runs.is_missing(config):
         return []
     with runs.explained(config):
         models = runs.connect(config).search_registered_models("name LIKE 'seqrec-%'")

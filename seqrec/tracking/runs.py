@@ -100,6 +100,12 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix(SQLITE)).absolute()
 
 
+def is_missing(config: RegisterConfig) -> bool:
+    """Return whether runs go into a SQLite file that does not exist, which `connect` would create."""
+    path = sqlite_path(tracking_uri(config))
+    return path is not None and not path.exists()
+
+
 @cache
 def injected_run() -> str | None:
     """Return the run that an orchestrator made for this process, and take it out of the environment.
