@@ -9,13 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from support import prepare_rows, synthetic_rows
 
+# Where tests run in several processes, the one that starts them reads this file first: it imports no torch.
 from seqrec import warm
-from seqrec.commands import repro
-from seqrec.data import sequences
-from seqrec.models import REGISTRY
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process without a main module, which pyspark's import would end
     sys.modules["pyspark.sql.connect"] = None  # type: ignore[assignment]
@@ -58,32 +54,43 @@ def pytest_collection_finish():
     gc.freeze()  # a million objects of imported packages, which each full collection would visit
 
 
+def pytest_generate_tests(metafunc):
+    """Give a test whose argument `architecture` has no values of its own every one: its name and class."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "architecture" in metafunc.fixturenames and not any("architecture" in names for names in given):
+        from seqrec.models import REGISTRY
+
+        metafunc.parametrize("architecture", sorted(REGISTRY.items()), ids=sorted(REGISTRY))
+
+
 @pytest.fixture(autouse=True)
 def _one_seed():
+    import torch
+
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=sorted(REGISTRY))
-def architecture(request):
-    """Every architecture: its name and class."""
-    return request.param, REGISTRY[request.param]
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """The synthetic log, prepared with the defaults."""
+    from support import prepare_rows, synthetic_rows
+
     return prepare_rows(tmp_path_factory.mktemp("prepared"), synthetic_rows())
 
 
 @pytest.fixture
 def data(prepared):
     """What was prepared, in memory."""
+    from seqrec.data import sequences
+
     return sequences.load(prepared)
 
 
 @pytest.fixture(scope="session")
 def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
+    from seqrec.commands import repro
+
     modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", *repro.REGISTER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
