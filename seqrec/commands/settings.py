@@ -15,18 +15,20 @@ from typing import Any
 
 from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
-from seqrec.config import ConfigError, Params, PrepareConfig, from_dict, parse
+from seqrec.config import ConfigError, Params, from_dict, parse
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
-ONLY_WITH = {  # settings of `prepare` -> the only protocols that read them
+PROTOCOLS = {  # settings of `prepare` -> the only protocols that read them
     "val_users": ("LOO-full", "LOO-101"),
     "valid_share": ("RATIO-full", "temporal"),
     "test_share": ("RATIO-full", "temporal"),
     "cases": ("temporal",),
     "filter_on": ("temporal",),
 }
+SAMPLED = ("sampled_ce", "bce", "gbce", "bpr")
+LOSSES = {"negatives": SAMPLED, "sampler": SAMPLED, "gbce_t": ("gbce",)}  # settings of `finetune` -> their only losses
 logger = logging.getLogger(__name__)
 
 
@@ -67,13 +69,15 @@ def forget_edited_files(params: Params, folder: Path) -> None:
 def check(params: Params, *, ingests: bool = True) -> None:
     """Check what `from_dict` cannot, because it needs the packages of the stages: model options, and sources to fetch.
 
-    A warning names each setting of `prepare` that the protocol does not read.
+    A warning names each setting of `prepare` that the protocol does not read, and of `finetune` that the loss does not.
 
     Raises:
         ConfigError: naming the key.
     """
     for model in params.leaderboard:
         _needs(params, model)
+        finetune = params.section("finetune", model=model)
+        _warn_of_unread(f"models.{model}: finetune", finetune, finetune.loss, LOSSES)
     for dataset in (params.dataset, *params.sources) if ingests else ():
         from seqrec.data import sources
 
@@ -88,12 +92,14 @@ def check(params: Params, *, ingests: bool = True) -> None:
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
         prepare = params.section("prepare", dataset=dataset)
-        for name, protocols in ONLY_WITH.items():
-            if prepare.protocol not in protocols and getattr(prepare, name) != getattr(PrepareConfig, name):
-                only = " or ".join(protocols)
-                logger.warning(
-                    "%s: prepare.%s has no effect with %s, only with %s", dataset, name, prepare.protocol, only
-                )
+        _warn_of_unread(f"{dataset}: prepare", prepare, prepare.protocol, PROTOCOLS)
+
+
+def _warn_of_unread(section: str, config: Any, value: str, readers: Mapping[str, tuple[str, ...]]) -> None:
+    """Name each setting that is not at its default, though none of its `readers` is the `value` chosen."""
+    for name, only in readers.items():
+        if value not in (*only, "auto") and getattr(config, name) not in ("auto", getattr(type(config), name)):
+            logger.warning("%s.%s has no effect with %s, only with %s", section, name, value, " or ".join(only))
 
 
 def check_for_dvc(params: Params) -> None:

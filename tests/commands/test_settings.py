@@ -192,9 +192,14 @@ def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes,
     assert not (tmp_path / "settings").exists()
 
 
-def test_a_setting_that_the_protocol_does_not_read_is_named(tmp_path, caplog):
-    settings(output=tmp_path / "settings", params=with_values(SETTINGS, {"prepare.test_share": 0.2}))
+def test_a_setting_that_the_protocol_or_the_loss_does_not_read_is_named(tmp_path, caplog):
+    changes = {"prepare.test_share": 0.2, "finetune.loss": "gbce", "finetune.gbce_t": 0.5, "finetune.negatives": 9}
+    settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes))
     assert "tiny: prepare.test_share has no effect with LOO-full, only with RATIO-full or temporal" in caplog.text
+    assert "finetune" not in caplog.text
+    settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes | {"finetune.loss": "bce"}))
+    assert "models.sasrec: finetune.gbce_t has no effect with bce, only with gbce" in caplog.text
+    assert "negatives" not in caplog.text
 
 
 def test_networks_that_read_words_may_have_members(tmp_path):
