@@ -34,7 +34,7 @@ class Opinion:
 
     best: list[int]  # items, best first
     rank: float  # of the target
-    drop: list[float] | None = None  # how much the first item's score drops without the event
+    drop: list[float]  # how much the first item's score drops without the event
     attention: list[float] | None = None  # None for a model without attention over events
 
 

@@ -146,7 +146,7 @@ def page(
     if facts:
         text = ", ".join(f"{name} {value}" for name, value in facts.items())
         parts.append(f'<p class="facts">{html.escape(text)}</p>')
-    parts += [f"<p>About the data: {html.escape(text)}.</p>" for text in board.get("warnings", ())]
+    parts += [f"<p>About the data: {html.escape(text)}.</p>" for text in board["warnings"]]
     parts.append(_leaderboard(rows))
     if outcome:
         parts.append(f"<p>{html.escape(decision(outcome))}</p>")
@@ -299,7 +299,7 @@ def _item(item: int, target: int, names: Mapping[int, str]) -> str:
 
 def _drivers(user: Example, opinions: Mapping[str, Opinion], names: Mapping[int, str], whose: str) -> str:
     """Return the history, newest event first, with what each event does to every model's first item."""
-    driven = {name: opinion for name, opinion in opinions.items() if opinion.drop is not None and opinion.best}
+    driven = {name: opinion for name, opinion in opinions.items() if opinion.best}
     heads = [f"{name}: why {names[opinion.best[0]]}" for name, opinion in driven.items()]
     body = []
     for position in range(len(user.history) - 1, max(-1, len(user.history) - 1 - EVENTS), -1):
@@ -313,7 +313,6 @@ def _drivers(user: Example, opinions: Mapping[str, Opinion], names: Mapping[int,
 
 
 def _why(opinion: Opinion, position: int) -> str:
-    assert opinion.drop is not None
     drop, most = opinion.drop[position], max(map(abs, opinion.drop))
     red, green, blue = (33, 102, 172) if drop > 0 else (178, 24, 43)
     shade = 0.6 * abs(drop) / most if most else 0.0

@@ -197,10 +197,14 @@ def read_changes(text: str) -> dict[str, Any]:
     """Return the changes in a text such as `finetune.epochs=3 leaderboard=[sasrec]`, whose values are YAML.
 
     Raises:
-        ConfigError: a part of the text is not of the form KEY=VALUE.
+        ConfigError: a part of the text is not of the form KEY=VALUE, or a quotation mark is not closed.
     """
     changes: dict[str, Any] = {}
-    for part in shlex.split(text):
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text:.200}: {error}; a value with a quote needs other quotes around it") from error
+    for part in parts:
         path, equals, value = part.partition("=")
         if not equals or not path:
             raise ConfigError(f"{part}: expected KEY=VALUE, such as finetune.epochs=3")

@@ -74,20 +74,19 @@ def warnings(
         ordered: whether events of the same time follow an order (ties.py).
     """
     counts = card["counts"]
-    users, items = (counts.get(name) for name in ("users", "items"))
-    tied = counts.get("tied_events", 0) / max(1, counts.get("events", 0))
-    dropped = card.get("dropped", {})
-    total = counts.get("events", 0) + sum(number for rule, number in dropped.items() if "events" in rule)
+    users, items, dropped = counts["users"], counts["items"], card["dropped"]
+    tied = counts["tied_events"] / max(1, counts["events"])
+    total = counts["events"] + sum(number for rule, number in dropped.items() if "events" in rule)
     double, outside = (dropped.get(rule, 0) for rule in ("duplicate events", "events outside the k-core"))
     found = []
-    if users is not None and users < USERS:
+    if users < USERS:
         found.append(f"only {users:,} users: intervals are wide, and simple counts may do as well as a model")
-    elif users is not None and (tested := users - counts.get("users_without_cases", 0)) < USERS:
+    elif (tested := users - counts["users_without_cases"]) < USERS:
         found.append(f"only {tested:,} of {users:,} users have validation or test events: intervals are wide")
-    if items is not None and items < ITEMS:
+    if items < ITEMS:
         found.append(f"only {items:,} items: ten recommendations are a large part of them, so the metrics say little")
     if double > DUPLICATES * total:
-        same = "user and item" if card.get("deduplicate") == "first_pair" else "user, item and time"
+        same = "user and item" if card["deduplicate"] == "first_pair" else "user, item and time"
         found.append(f"{double / total:.0%} of the events repeat the {same} of another event and are left out")
     if outside > OUTSIDE * total:
         found.append(f"{outside / total:.0%} of the events are outside the k-core; the metrics do not cover them")

@@ -384,7 +384,7 @@ def _raise_engine_error(result: gx.core.ExpectationValidationResult) -> None:
 def _to_check(result: Mapping[str, Any]) -> Check:
     config, outcome = result["expectation_config"], result["result"]
     kwargs = config["kwargs"]
-    table, _, column = kwargs.get("column", kwargs.get("column_set", [""])[0]).partition(".")
+    table, _, column = (kwargs.get("column") or kwargs["column_set"][0]).partition(".")
     examples = config["meta"].get("examples") or outcome.get("partial_unexpected_list", [])
     finding = "" if result["success"] else config["meta"].get("finding", "")
     if "unexpected_count" in outcome:

@@ -221,7 +221,7 @@ def advice(report: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _reason(model: str, verdict: Mapping[str, Any]) -> str:
-    gain, baseline = verdict.get("gain"), verdict.get("baseline")
+    gain, baseline = verdict["gain"], verdict["baseline"]
     if not gain:
         return f"Use {model}, the best on validation:"
     size = f"{abs(gain['mean']):.4f}"

