@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from seqrec.artifacts import USERS, VOCABULARY, read_table
-from seqrec.counts.term import CountTerm
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
 from seqrec.evaluation import metrics, ranking, results
 from seqrec.evaluation.ranking import ITEMS_PER_BLOCK, POSITIONS_PER_PASS, SCORES_IN_MEMORY, ScoreBlocks, Scorer
-from seqrec.models.base import Batch, SequenceModel
+from seqrec.models.base import Batch
+from seqrec.serving.torch_engine import TorchEngine
 from seqrec.training.checkpoint import Checkpoint
 
 LOWEST = torch.finfo(torch.float32).min  # finite: a score that is not finite is an error
@@ -74,7 +74,7 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
     count = torch.from_numpy(checkpoint.item_counts).to(device)
     chosen = sequences.cases(prepared, "valid")
     ranked = ranking.rank(
-        scorer(checkpoint.model.to(device), term and term.to(device), numbers, count),
+        scorer(TorchEngine(checkpoint.model.to(device), term and term.to(device)), numbers, count),
         replace(prepared, count=count[numbers.item].masked_fill(numbers.item == 0, -1)),  # ranks empty histories
         chosen,
         filter_seen=filter_seen,
@@ -97,28 +97,21 @@ def measured(checkpoint: Checkpoint, data: Path, *, filter_seen: bool) -> Measur
     )
 
 
-def scorer(model: SequenceModel, term: CountTerm | None, numbers: Numbers, count_M: Tensor) -> Scorer:
+def scorer(engine: TorchEngine, numbers: Numbers, count_M: Tensor) -> Scorer:
     """Return the scorer of a model that was trained on another catalogue; it holds all scores of a block in memory.
 
     Args:
-        model: in eval mode.
-        term: count term of the model.
+        engine: the model.
         numbers: the model's numbers of the dataset's items and users.
         count_M: number of training events of each item; the scores where the model knows no item of the history.
     """
-    events = max(model.options.history, term.events if term else 0)
-    item_MD = model.item_vectors().detach().float()[: len(count_M)]
-
-    def score(history: Batch) -> Tensor:
-        query_BD = model(model.asked(model.seen(history)), last=True)[:, 0].float()
-        score_BM: Tensor = query_BD @ item_MD.T
-        return score_BM if term is None else term.adder(history.items)(score_BM, 0)
+    reads = engine.reads
 
     def scored(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
-        history = known_history(data, user, stop, numbers, events, from_request=model.options.from_request)
+        history = known_history(data, user, stop, numbers, reads.events, from_request=reads.from_request)
         rows = max(1, POSITIONS_PER_PASS // history.items.shape[1])
-        parts = zip(*(tensor.split(rows) for tensor in history), strict=True)
-        score_BM = torch.cat([score(Batch(*part)) for part in parts])
+        parts = map(Batch, *(tensor.split(rows) for tensor in history))
+        score_BM = torch.cat([engine.of_queries(engine.queries(part), part.items) for part in parts])
         score_BM[(history.items == 0).all(1)] = count_M.to(score_BM)
         score_BM[:, 0] = LOWEST
 
