@@ -177,10 +177,11 @@ def changed(changes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         yield environment
         return
     check(read)
-    write_text(DURING, read.as_yaml())
+    text = read.as_yaml()
+    write_text(DURING, text)
     with written(BEFORE) as partial:
         shutil.copy2(PARAMS, partial)
-    shutil.copyfile(DURING, PARAMS)
+    write_text(PARAMS.resolve(), text)  # the target of a link
     try:
         yield environment | {CHANGES: json.dumps(changes)}
     finally:
@@ -197,26 +198,25 @@ def _restore() -> None:
         logger.warning(
             "%s was edited during the run; its old content is restored, and your edits are in %s", PARAMS, edited
         )
-    with written(PARAMS.resolve()) as partial:  # the target of a link
+    with written(PARAMS.resolve()) as partial:
         shutil.copy2(BEFORE, partial)
     BEFORE.unlink()
 
 
-def remove_left_locks(folder: Path = DVC_FILES) -> None:
+def remove_left_locks() -> None:
     """Remove the list of DVC's locks if a killed DVC left it: DVC would refuse to start.
 
     DVC itself waits for any process with the number of the killed one, as there may be after a container's restart.
-
-    Args:
-        folder: DVC's folder of temporary files.
     """
-    locks = folder / "rwlock"
+    locks = DVC_FILES / "rwlock"
     if not _is_left(locks):
         return
     from dvc.lock import LockError, make_lock
 
     try:
-        with make_lock(str(folder / "rwlock.lock"), tmp_dir=str(folder)):  # held while a running DVC writes the list
+        with make_lock(
+            str(DVC_FILES / "rwlock.lock"), tmp_dir=str(DVC_FILES)
+        ):  # held while a running DVC writes the list
             if _is_left(locks):
                 locks.unlink()
                 logger.warning("removed %s, which an interrupted run left", locks)
@@ -224,22 +224,18 @@ def remove_left_locks(folder: Path = DVC_FILES) -> None:
         return
 
 
-def repair_lock_file(lock: Path = Path("dvc.lock"), folder: Path = DVC_FILES) -> None:
+def repair_lock_file() -> None:
     """Put back the state before the run if a killed DVC left dvc.lock half written; keep a copy of a whole one.
 
     DVC then runs the stages of that run again, which find what they have done.
-
-    Args:
-        lock: DVC's list of what the stages read and wrote.
-        folder: DVC's folder of temporary files.
     """
-    if not lock.is_file() or not folder.is_dir():
+    lock, kept = Path("dvc.lock"), DVC_FILES / "dvc.lock"
+    if not lock.is_file() or not DVC_FILES.is_dir():
         return
     from dvc.lock import LockError, make_lock
 
-    kept = folder / "dvc.lock"
     try:
-        with make_lock(str(folder / "lock"), tmp_dir=str(folder)):  # held while a running DVC writes the file
+        with make_lock(str(DVC_FILES / "lock"), tmp_dir=str(DVC_FILES)):  # held while a running DVC writes the file
             if _is_whole(lock):
                 write_text(kept, lock.read_text(encoding="utf-8"))
                 return

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,31 +55,39 @@ def test_a_stage_is_one_line_at_its_start_and_one_with_seconds_and_housekeeping_
 
 def test_a_list_of_locks_that_a_killed_dvc_left_half_written_is_removed_unless_one_is_writing(tmp_path, monkeypatch):
     monkeypatch.setattr("dvc.lock.DEFAULT_TIMEOUT", 0.06)  # s, in which the lock is tried to be taken
-    repro.remove_left_locks(tmp_path / "nowhere")
-    (tmp_path / "rwlock").write_text('{"read": {')
+    monkeypatch.chdir(tmp_path)
+    repro.remove_left_locks()
+    repro.DVC_FILES.mkdir(parents=True)
+    left = repro.DVC_FILES / "rwlock"
+    left.write_text('{"read": {')
 
-    with make_lock(str(tmp_path / "rwlock.lock"), tmp_dir=str(tmp_path)):
-        repro.remove_left_locks(tmp_path)
-        assert (tmp_path / "rwlock").exists()
-    repro.remove_left_locks(tmp_path)
-    assert not (tmp_path / "rwlock").exists()
+    with make_lock(f"{left}.lock", tmp_dir=str(repro.DVC_FILES)):
+        repro.remove_left_locks()
+        assert left.exists()
+    repro.remove_left_locks()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(("arguments", "stays"), [(["dvc", "repro"], True), (["other"], False)])
-def test_locks_of_a_killed_dvc_are_removed_even_if_another_process_has_its_number(tmp_path, arguments, stays):
+def test_locks_of_a_killed_dvc_are_removed_even_if_another_process_has_its_number(
+    tmp_path, monkeypatch, arguments, stays
+):
+    monkeypatch.chdir(tmp_path)
+    repro.DVC_FILES.mkdir(parents=True)
+    left = repro.DVC_FILES / "rwlock"
     code = "import sys; sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE) as process:
         holder = {"pid": process.pid, "cmd": "dvc repro"}
-        (tmp_path / "rwlock").write_text(json.dumps({"write": {"a": holder}, "read": {"b": [holder]}}))
+        left.write_text(json.dumps({"write": {"a": holder}, "read": {"b": [holder]}}))
         time.sleep(0.2)  # until it has its own command line
 
-        repro.remove_left_locks(tmp_path)
+        repro.remove_left_locks()
 
-        assert (tmp_path / "rwlock").exists() is stays
+        assert left.exists() is stays
         process.kill()
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)  # nobody has waited for it
-        repro.remove_left_locks(tmp_path)
-        assert not (tmp_path / "rwlock").exists()
+        repro.remove_left_locks()
+        assert not left.exists()
 
 
 WHOLE = """\
@@ -95,16 +104,19 @@ stages:
 
 
 @pytest.mark.parametrize(("cut", "kept"), [(0, True), (16, True), (WHOLE.index("cmd"), True), (16, False)])
-def test_a_lock_file_that_a_killed_dvc_left_half_written_is_that_before_the_run(tmp_path, cut, kept, caplog):
-    lock, folder = tmp_path / "dvc.lock", tmp_path / "tmp"
-    folder.mkdir()
+def test_a_lock_file_that_a_killed_dvc_left_half_written_is_that_before_the_run(
+    tmp_path, monkeypatch, cut, kept, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    lock = Path("dvc.lock")
+    repro.DVC_FILES.mkdir(parents=True)
     lock.write_text(WHOLE)
     if kept:
-        repro.repair_lock_file(lock, folder)
+        repro.repair_lock_file()
     assert lock.read_text() == WHOLE
     lock.write_text(WHOLE[:cut])
 
-    repro.repair_lock_file(lock, folder)
+    repro.repair_lock_file()
 
     assert "dvc.lock was left half written" in caplog.text
     assert (lock.read_text() if kept else lock.exists()) == (WHOLE if kept else False)
@@ -173,6 +185,12 @@ def test_what_params_links_to_stays_as_it_was(params):
     assert params.is_symlink()
     assert params.read_bytes() == PARAMS.replace("\n", "\r\n").encode()
     assert shared.stat().st_mode & 0o777 == 0o664
+
+
+def test_params_are_replaced_in_one_step(params):
+    """A process that is killed meanwhile must not leave half of them."""
+    with params.open() as reader, repro.changed({"finetune.epochs": 3}):
+        assert reader.read() == PARAMS
 
 
 def test_what_dvc_reads_from_params_may_not_be_left_out(params):
