@@ -209,7 +209,8 @@ def test_the_service_takes_its_dataset_and_options_from_the_params_yaml_of_the_o
 
 def test_every_metric_of_a_rule_and_of_the_dashboard_is_exposed_with_its_labels(prepared, tmp_path):
     recommender = Recommender.load(save("sasrec", prepared, tmp_path / "model"))
-    metrics = Metrics(Served(recommender, "1"))
+    metrics = Metrics(served := Served(recommender, "1"))
+    metrics.switch(served)
     metrics.count_response(200)
     metrics.count([Request(history=["i1"])], [recommender.recommend(["i1"])])
     samples = {one.name: set(one.labels) for family in metrics.registry.collect() for one in family.samples}

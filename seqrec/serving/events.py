@@ -503,14 +503,13 @@ def missing(url: str) -> Path | None:
     return file if url.startswith("sqlite:///") and not file.is_file() else None
 
 
-def collect(log: Path, url: str = "") -> int:
-    """Add the views and buys that the store has received since the last call to the table `log`.
+def collect(log: Path) -> int:
+    """Add the views and buys that the store in SEQREC_STORE has received since the last call to the table `log`.
 
     Imported events are left out, because the source of training data has them. A call that is repeated adds nothing.
 
     Args:
         log: Parquet file of earlier calls; it is written if there is none. `ingest` reads it.
-        url: of the store; default: SEQREC_STORE.
 
     Returns:
         The number of events added.
@@ -521,7 +520,7 @@ def collect(log: Path, url: str = "") -> int:
     """
     import polars as pl  # the service needs none
 
-    if not (url := store_url(url)):
+    if not (url := store_url("")):
         raise ConfigError(f"ingest.events: set the variable {VARIABLE} to the URL of the event store")
     schema = {"user_id": pl.String, "item_id": pl.String, "timestamp": pl.Int64, "received": pl.Float64}
     before = pl.read_parquet(log, glob=False) if log.is_file() else pl.DataFrame(schema=schema)

@@ -71,7 +71,7 @@ Number = Annotated[int, Query(ge=1, le=schemas.MAX_ITEMS, description="items wan
 def app(
     load: Load,
     version: Callable[[], str],
-    options: ServeConfig | None = None,
+    options: ServeConfig,
     *,
     store: Store | None = None,
     candidate: Served | None = None,
@@ -91,7 +91,7 @@ def app(
         ValueError: the file of keys is damaged.
         OSError: the file of keys cannot be read.
     """
-    service = Service(options := options or ServeConfig(), store, candidate)
+    service = Service(options, store, candidate)
     keys = Keys(Path(options.keys)) if options.keys else None  # now: starlette makes its middleware after it listens
     if named := version():
         service.switch(load(), named)
@@ -252,8 +252,8 @@ def _add_events(api: FastAPI, service: Service, store: Store) -> None:
     @api.delete("/users/{user:path}")
     async def forget(user: str) -> schemas.Forgotten:
         """Delete what the store knows of a user; the model forgets when it is trained again without these events."""
-        if service.store is not None:
-            await service.store.flush()
+        assert service.store is not None  # it writes to `store`
+        await service.store.flush()
         names = {user.strip(), user}  # an earlier version stored ids with their blanks
         found = [await asyncio.to_thread(store.forget, name) for name in names]
         await asyncio.sleep(3 * WRITE_EVERY_S)  # until other processes have written what they showed

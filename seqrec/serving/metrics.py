@@ -49,8 +49,6 @@ class Metrics:
         self.version = Gauge("seqrec_model", "1 for the version that is served", ["name", "version"], registry=own)
         behind = Gauge("seqrec_behind", "1 while the registry's champion cannot be served", registry=own)
         behind.set_function(lambda: float(bool(served.problem)))
-        if served.ready:
-            self.switch(served)
 
     def switch(self, served: Served) -> None:
         """Take the figures of the model that is served now."""

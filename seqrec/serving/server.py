@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -84,13 +84,19 @@ class HeadTimeout(Protocol):
 class Server(uvicorn.Server):
     """A server that answers on for some seconds after SIGTERM, until balancers have read /ready and send no more."""
 
-    def __init__(self, api: FastAPI, **settings: Any) -> None:
-        """Take the application of `http.app`, and further settings of uvicorn."""
+    def __init__(self, api: FastAPI) -> None:
+        """Take the application of `http.app`."""
         self.service: Service = api.state.service
-        limit = math.ceil(self.service.options.timeout_s)
-        settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": limit, **settings}
-        settings["log_config"] = None  # what uvicorn says is formatted as everything else
-        super().__init__(uvicorn.Config(api, http=HeadTimeout, ws="none", **settings))
+        config = uvicorn.Config(
+            api,
+            http=HeadTimeout,
+            ws="none",
+            log_config=None,  # what uvicorn says is formatted as everything else
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(self.service.options.timeout_s),
+        )
+        super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where.

@@ -142,25 +142,27 @@ def test_training_data_seeds_histories_once(store, tmp_path, monkeypatch):
 
 
 def test_what_the_store_receives_is_collected_once(store, tmp_path, monkeypatch, caplog):
-    log, url = tmp_path / "log.parquet", f"sqlite:///{tmp_path}/events.db"
+    log = tmp_path / "log.parquet"
     with pytest.raises(ConfigError, match="set the variable SEQREC_STORE to the URL of the event store"):
         module.collect(log)
-    assert module.collect(log, f"sqlite:///{tmp_path}/missing.db") == 0
+    monkeypatch.setenv(module.VARIABLE, f"sqlite:///{tmp_path}/missing.db")
+    assert module.collect(log) == 0
     assert not (tmp_path / "missing.db").exists()
     assert "SEQREC_STORE: there is no file" in caplog.text
-    assert module.collect(log, url) == 0
+    monkeypatch.setenv(module.VARIABLE, f"sqlite:///{tmp_path}/events.db")
+    assert module.collect(log) == 0
     assert pl.read_parquet(log).is_empty()
 
     write_interactions(tmp_path, [("u", "i0", 50)])  # of the source of training data
     store.seed(tmp_path / "interactions.parquet")
     store.add([event(1, at=200.7), event(2, kind="hide"), event("the same", at=200.2), event(3, user="v", kind="buy")])
-    assert module.collect(log, url) == 2
-    assert module.collect(log, url) == 0
+    assert module.collect(log) == 2
+    assert module.collect(log) == 0
     moment = time.time() - module.OVERLAP_S / 2
     monkeypatch.setattr(module.time, "time", lambda: moment)  # of a transaction that began before, and ends now
     store.add([event("late", item="i2", at=5)])
     store.forget("v")
-    assert module.collect(log, url) == 1
+    assert module.collect(log) == 1
     rows = pl.read_parquet(log).select(module.COLUMNS).rows()
     assert rows == [("v", "i1", 3), ("u", "i1", 200), ("u", "i2", 5)]
 

@@ -334,8 +334,8 @@ def test_pages_of_other_origins_may_ask_only_if_named(recommender):
 def test_it_answers_on_while_it_drains(held):
     """After SIGTERM /ready says no and the rest goes on; a request that was under way at the end gets its answer."""
     answers = []
-    server = http.Server(http.app(lambda: held, lambda: "1", ServeConfig(drain_s=0.5)), port=0)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server = http.Server(http.app(lambda: held, lambda: "1", ServeConfig(drain_s=0.5)))
+    thread = threading.Thread(target=server.run, args=[[http.bound("127.0.0.1", 0)]], daemon=True)
     thread.start()
     until(lambda: server.started)
     address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -227,10 +227,11 @@ def test_health_and_metrics_tell_what_was_served(recommender):
 
 
 def test_each_decile_of_popularity_had_a_tenth_of_the_training(recommender):
-    decile_of = Metrics(Served(recommender, "1")).decile_of
+    metrics = Metrics(served := Served(recommender, "1"))
+    metrics.switch(served)
 
     counts = dict(zip(recommender.item_ids, recommender.counts[1:].tolist(), strict=True))
-    events = [[counts[item_id] for item_id, its in decile_of.items() if its == decile] for decile in range(10)]
+    events = [[counts[item_id] for item_id, its in metrics.decile_of.items() if its == decile] for decile in range(10)]
     largest = max(counts.values()) / sum(counts.values())
     assert [sum(some) / sum(counts.values()) for some in events] == pytest.approx([0.1] * 10, abs=largest)
     assert min(events[0]) >= max(events[9])

@@ -113,7 +113,9 @@ def test_traces_are_sent_only_where_the_environment_names_a_collector(recommende
         monkeypatch.delenv(name, raising=False)
 
     def traced():
-        return getattr(http.app(lambda: recommender, lambda: "7"), "_is_instrumented_by_opentelemetry", False)
+        return getattr(
+            http.app(lambda: recommender, lambda: "7", ServeConfig()), "_is_instrumented_by_opentelemetry", False
+        )
 
     assert not traced()
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
