@@ -55,7 +55,7 @@ def run(
 
     Raises:
         ConfigError: a setting is wrong, or `out` holds a params.yaml that no run has written.
-        FileNotFoundError: --register, and `data` has no source.json.
+        FileNotFoundError: `data` holds no prepared data or, with --register, no source.json.
         LockedError: another process runs in `out`.
         TrackingError: --from-champion or --register, and MLflow does not answer.
     """
@@ -64,6 +64,8 @@ def run(
         raise ConfigError(f"--changes: {vain[0]} has no effect with --data: {data} is prepared already")
     params = replace(params, dataset=dataset or params.dataset).with_overrides(made)
     check(params, ingests=data is None)
+    if data and not _is_prepared(data):
+        raise FileNotFoundError(f"--data: {data} holds no prepared data")
     if register and data and not (data / SOURCE_CARD).is_file():
         raise FileNotFoundError(f"--register: {data / SOURCE_CARD}, which says where the data is from, not found")
     params = params if data else without_unfed(params)
@@ -82,7 +84,8 @@ def run(
 
 def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> dict[str, float]:
     reports = out / "reports"
-    for name in (leaderboard.LEADERBOARD, REPORT_PAGE, *([VALIDATION] if data and data != out / "data" else [])):
+    foreign = data is not None and data.resolve() != (out / "data").resolve()
+    for name in (leaderboard.LEADERBOARD, REPORT_PAGE, *([VALIDATION] if foreign else [])):
         (reports / name).unlink(missing_ok=True)  # of an earlier run; the first marks a finished one
     write_text(out / SETTINGS, params.as_yaml())
     source = data or prepare_data(params, out)
@@ -136,13 +139,18 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         raise FileNotFoundError(f"--run: the run in {run} was interrupted: call `seqrec run` again first")
     params = load(run / SETTINGS)
     folder = data or run / "data"
-    if not (folder / "sequences" / SPLIT_CARD).is_file():
+    if not _is_prepared(folder):
         raise FileNotFoundError(f"--data: {folder} holds no prepared data: name the folder that the run was given")
     figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
     outcome = "the champion" if figures["promoted"] else "a candidate: the champion stays"
     logger.info("%s is in MLflow; its best model is %s", run, outcome)
     logger.info("`python -m seqrec ui --params %s` shows it", shlex.quote(str(run / SETTINGS)))
     return figures
+
+
+def _is_prepared(data: Path) -> bool:
+    """Return whether the folder `data` holds what `prepare` writes last."""
+    return (data / "sequences" / SPLIT_CARD).is_file()
 
 
 def prepare_data(params: Params, out: Path) -> Path:

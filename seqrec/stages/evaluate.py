@@ -44,9 +44,7 @@ def evaluate(
     trained = load_checkpoint(checkpoint)
     net, card = trained.model, trained.card
     if REFIT in card:
-        raise ValueError(
-            f"{checkpoint} was refitted on every event, so it has seen the test cases: evaluate `finetuned` instead"
-        )
+        raise ValueError(f"{checkpoint} was refitted on the cases that it would rank: evaluate `finetuned` instead")
     trained.check_catalogue(sequences, users="user" in net.needs)
     if card.get("split") and (reason := held_out_now(trained, sequences)):
         raise ValueError(f"{checkpoint} may have been trained on the cases of {sequences}: {reason}; train it on these")

@@ -128,6 +128,24 @@ def test_an_interrupted_run_continues_and_ends_the_same(caplog):
     assert scores(Path("third")) == scores(Path("out"))
 
 
+def test_the_data_of_a_run_keeps_its_validation_however_the_folder_is_named():
+    shutil.copytree("out", "fourth")
+
+    assert run("--out", "fourth", "--data", str(Path("fourth/data").resolve())) == 0
+
+    assert Path("fourth/reports/validation.json").is_file()
+
+
+def test_an_earlier_run_stays_where_the_data_is_not_found(caplog):
+    before = Path("out/reports/leaderboard.json").read_bytes()
+
+    assert run("--out", "out", "--data", "nowhere", "--changes", "finetune.epochs=1") == 1
+
+    assert "--data: nowhere holds no prepared data" in caplog.text
+    assert Path("out/reports/leaderboard.json").read_bytes() == before
+    assert load(Path("out/params.yaml")).section("finetune").epochs == 3
+
+
 def test_settings_of_the_user_in_the_folder_are_not_replaced(tmp_path, caplog):
     (tmp_path / "params.yaml").write_text(mine := "# a comment\n" + yaml.safe_dump(CONFIG))
 
