@@ -74,7 +74,8 @@ def ours(name: str, folder: Path, **changes: Any) -> list[Epoch]:
         out = Path(temporary)
         common = {"model": name, "sequences": folder, "initial": out / "initial", "filter_seen": True}
         start = params.section("pretrain", model=name)
-        pretrain(**common, state=out / "state", architecture=params.model(name), config=start)
+        # the folder has no table of items, so the model reads no text
+        pretrain(**common, data=out, state=out / "state", architecture=params.model(name), config=start)
         config = replace(params.section("finetune", model=name), **{"counts": "none", **changes})
         began = time.process_time()
         finetune(**common, state=out / "state", checkpoint=out / "finetuned", config=config, log=log)

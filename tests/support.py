@@ -193,7 +193,8 @@ def save_bert(texts: item_tokens.Texts, folder: Path) -> tuple[str, Tokenizer]:
 def run(prepared, out, model="sasrec", options=None, log=None, refit="none", filter_seen=True, **config):
     shared = {"model": model, "sequences": prepared, "initial": out / "initial", "state": out / "state"}
     architecture = ModelConfig(architecture=model, options=OPTIONS.get(model, {}) | (options or {}))
-    pretrain(**shared, architecture=architecture, filter_seen=filter_seen, config=PretrainConfig(seed=1))
+    start = {"data": out, "architecture": architecture, "config": PretrainConfig(seed=1)}  # without a table of items
+    pretrain(**shared, **start, filter_seen=filter_seen)
     settings = FinetuneConfig(**(CONFIG | config))
     shared |= {"checkpoint": out / "finetuned", "filter_seen": filter_seen}
     return finetune(**shared, config=settings, refit=refit, log=log)

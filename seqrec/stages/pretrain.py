@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqrec.artifacts import ITEMS
-from seqrec.config import AUTO, EXPERIMENT, ConfigError, ModelConfig, PretrainConfig
+from seqrec.config import AUTO, EXPERIMENT, ModelConfig, PretrainConfig
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_items
 from seqrec.tracking.runs import epoch_log
@@ -20,12 +20,12 @@ def pretrain(
     *,
     model: str,
     sequences: Path,
+    data: Path,
     initial: Path,
     state: Path,
     architecture: ModelConfig,
     filter_seen: bool,
     config: PretrainConfig,
-    data: Path | None = None,
     sources: Sequence[str | Path] = (),
     champion: Path | None = None,
     experiment: str = EXPERIMENT,
@@ -35,12 +35,12 @@ def pretrain(
     Args:
         model: key in `models`.
         sequences: folder of the prepared dataset.
+        data: folder of the ingested tables, for titles in the model's vocabulary and for text.
         initial: output folder for weights, card, vocabulary, users and history.
         state: folder of resume states.
         architecture: architecture and options.
         filter_seen: whether validation leaves out seen items.
         config: section `pretrain`.
-        data: folder of the ingested tables, for titles in the model's vocabulary and for text.
         sources: names of other datasets, whose tables and sequences are in `data`/sources; models that read text
             pre-train only on these datasets, models of two domains also on the dataset itself.
         champion: folder with weights, card, vocabulary and users of a champion; a model of the same architecture and
@@ -56,25 +56,20 @@ def pretrain(
         state=state,
         filter_seen=filter_seen,
         open_log=epoch_log(experiment),
-        files=catalogue_files(sequences, data and data / ITEMS),
+        files=catalogue_files(sequences, data / ITEMS),
     )
     if AUTO in architecture.options.values():
         from seqrec.data import item_tokens
 
-        text = data is not None and item_tokens.described(data / ITEMS, read_items(sequences))
+        text = item_tokens.described(data / ITEMS, read_items(sequences))
         shape = Shape.of(load_sequences(sequences), described=text)
         architecture = auto_settings.resolved_options(architecture, shape, f"models.{model}.options")
-    tables = data or Path()
-    others = [tables / "sources" / name for name in sources] if config.use_sources else []
+    others = [data / "sources" / name for name in sources] if config.use_sources else []
     start = families.Start(
         architecture=architecture,
         training=training,
         sequences=[sequences, *(source / "sequences" for source in others)],
-        tables=[tables, *others],
+        tables=[data, *others],
         champion=champion,
     )
-    if data is None and {"text", "attributes"} & start.needs:
-        raise ConfigError(
-            f"models.{model}: {start.known.__name__} reads the items' text: name the folder of the tables with --data"
-        )
     return train(*families.prepared(start))

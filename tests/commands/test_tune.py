@@ -117,7 +117,7 @@ def test_the_config_written_gives_the_best_metric_again(prepared, whole, tmp_pat
     shared = {"model": "sasrec", "sequences": prepared, "initial": tmp_path / "i", "state": tmp_path / "s"}
     shared["filter_seen"] = params.filters_seen()
     config = params.section("pretrain", model="sasrec")
-    pretrain(**shared, architecture=params.model("sasrec"), config=config)
+    pretrain(**shared, data=prepared.parent, architecture=params.model("sasrec"), config=config)
     config = params.section("finetune", model="sasrec")
     values = finetune(**shared, checkpoint=tmp_path / "c", config=config)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from seqrec import artifacts
 from seqrec.artifacts import write_table
-from seqrec.config import ConfigError, EvaluateConfig, PretrainConfig
+from seqrec.config import EvaluateConfig, PretrainConfig
 from seqrec.data import item_tokens, sequences
 from seqrec.models.base import Catalogue
 from seqrec.models.text_encoder import Neighbours, Text, mask_words
@@ -555,7 +555,7 @@ def test_other_text_is_another_pre_training(target, tmp_path):
 
 
 def test_text_is_asked_for(target, tmp_path):
-    with pytest.raises(ConfigError, match="reads the items' text: name the folder of the tables with --data"):
+    with pytest.raises(FileNotFoundError, match=r"items\.parquet not found: run ingest first"):
         support.run(target / "sequences", tmp_path, "recformer", options=OPTIONS)
 
 

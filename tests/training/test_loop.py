@@ -231,7 +231,7 @@ def test_a_runs_seed_is_that_of_both_stages_unless_they_name_one():
 
 
 def test_seeds_differ_in_initialisation(prepared, tmp_path):
-    shared = {"model": "sasrec", "sequences": prepared, "state": tmp_path, "filter_seen": True}
+    shared = {"model": "sasrec", "sequences": prepared, "data": tmp_path, "state": tmp_path, "filter_seen": True}
     for seed in (1, 2):
         config, architecture = PretrainConfig(seed=seed), ModelConfig(architecture="sasrec", options={})
         pretrain(**shared, initial=tmp_path / str(seed), architecture=architecture, config=config)
