@@ -64,7 +64,7 @@ def promote(
             if champion is None or registry.is_same(champion, evaluated):
                 return recorded
             return recorded._replace(reason=f"version {champion.version}, its refit, is served; {recorded.reason}")
-        decision = _decide(client, version, champion, cases, sequences, config)
+        decision = _decide(client, version, champion, evaluated, cases, sequences, config)
         tags = {
             registry.PROMOTED_TAG: str(decision.promoted).lower(),
             registry.REASON_TAG: decision.reason,
@@ -95,16 +95,17 @@ def _decide(
     client: MlflowClient,
     version: ModelVersion,
     champion: ModelVersion | None,
+    evaluated: ModelVersion | None,
     cases: pa.Table,
     sequences: Path,
     config: RegisterConfig,
 ) -> Decision:
+    """Decide on `version`; `evaluated` is the version whose evaluation is the champion's."""
     if by := version.tags.get(registry.WITHDRAWN_TAG):
         reason = f"it was rolled back to version {by}; promote it by hand to serve it again"
         return Decision(False, reason, None)
-    if champion is None:
+    if champion is None or evaluated is None:
         return Decision(True, "there was no champion before", None)
-    evaluated = registry.find_evaluated(client, version.name) or champion
     changed = [what for tag, what in COMPARABLE.items() if evaluated.tags.get(tag) != version.tags.get(tag)]
     found = None if changed else _stored(client, evaluated)
     another = f" (measured with another {' and '.join(changed)})" if changed else ""
