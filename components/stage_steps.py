@@ -166,7 +166,7 @@ def baselines(
     results: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Compute and evaluate popularity, a Markov chain, EASE, PCTM and Sequential Rules."""
+    """Compute and evaluate the baselines: popularity, repeats, markov, ease, pctm and seqrules."""
     from seqrec.artifacts import facts
     from seqrec.cluster.launch import named, run
 

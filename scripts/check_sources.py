@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURE = re.compile(r"(?<![\w.])[0-9]?\.[0-9]{3,}\b|\b[0-9]+(?:\.[0-9]+)? (?:ms|s|minutes)\b")
 COMMIT = re.compile(r"`([0-9a-f]{7})`")
 SPLIT = re.compile(r"`[0-9a-f]{12}`|no dataset")
-COMMAND = re.compile(r"`(?:[A-Z_]+=\S+ )?(?:python|make|OMP)[^`]*`|params\.yaml|\.yaml")
+COMMAND = re.compile(r"`(?:[A-Z_]+=\S+ )?(?:python|make|OMP)[^`]*`|\.yaml")
 CONFIG = re.compile(r"\]\(([^)#]+\.yaml)\)|`(configs/[^`]+?\.yaml)`")
 
 

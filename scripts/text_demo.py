@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, write_json, write_text
+from seqrec.artifacts import CASES, ITEMS, METRICS, read_json, read_table, write_json, write_text
 from seqrec.commands.run import run
 from seqrec.config import Params, load
 from seqrec.counts.search import Tables
@@ -96,7 +95,7 @@ def curve(params: Params, folder: Path, out: Path) -> list[Row]:
         data = known[share]
         if share:
             names = [*names, _count(params, data, folder, out, share)]
-        first = pq.read_table(reports / names[0] / CASES)
+        first = read_table(reports / names[0] / CASES)
         for name in names:
             rows.append({"share": share, **_row(reports / name, first, data, params.section("evaluate").seed)})
     return rows
@@ -126,7 +125,7 @@ def _count(params: Params, data: Sequences, folder: Path, out: Path, share: floa
 
 def _row(report: Path, first: pa.Table, data: Sequences, seed: int) -> Row:
     """Return the figures of a report, on all items and on items without an event in `data`, and the gain of `first`."""
-    values, cases = read_json(report / METRICS), pq.read_table(report / CASES)
+    values, cases = read_json(report / METRICS), read_table(report / CASES)
     test = cases.filter(pa.compute.equal(cases["split"], "test"))
     row: Row = {"model": report.name, "seconds": values["train_seconds"]}
     row |= {name: values[name] for name in ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")}

@@ -67,7 +67,7 @@ STAGE = (  # the stage that writes a file, for the message about a damaged or mi
     | dict.fromkeys((WEIGHTS, MODEL_CARD, EPOCH_RECORDS, COUNTS, TOKENS, TOKENIZER), "pretrain, finetune or baselines")
     | dict.fromkeys((GRAPH, GRAPH_CARD), "export")
     | dict.fromkeys((METRICS, CASES, RECOMMENDATIONS), "evaluate, or baselines,")
-    | {"validation.json": "validate"}
+    | {VALIDATION: "validate"}
 )
 
 
