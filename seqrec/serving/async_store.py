@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import HTTPException
 from prometheus_client import Counter
@@ -23,6 +23,12 @@ MOST_WAITING = 20_000  # lists that wait to be written; more are lost, and count
 WRITE_EVERY_S = 0.2
 MOST_KEPT = 100  # results that are kept
 OLDEST = 10  # times as old as it should be: a result that is still given while a new one is computed
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task: asyncio would log it where all who waited for the task have gone."""
+    if not task.cancelled():
+        task.exception()
 
 
 class AsyncStore:
@@ -47,6 +53,7 @@ class AsyncStore:
         self.users.update(users)
         if self.lookup is None:
             self.lookup = asyncio.create_task(self._look_up(longest))
+            self.lookup.add_done_callback(_retrieve)
         return await asyncio.shield(self.lookup)  # who goes leaves the others their answer
 
     async def _look_up(self, longest: int) -> dict[str, UserHistory]:
@@ -108,7 +115,7 @@ class Kept(Generic[K, V]):
         age = time.monotonic() - found[0] if found else math.inf
         if age >= self.seconds and not self.working:
             self.working[key] = asyncio.create_task(self._compute(key, compute))
-            self.working[key].add_done_callback(lambda task: task.cancelled() or task.exception())
+            self.working[key].add_done_callback(_retrieve)
         if found and age < OLDEST * self.seconds:
             return found[1]
         if key not in self.working:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import re
 import sqlite3
@@ -117,6 +118,32 @@ def test_users_who_ask_during_a_lookup_are_looked_up_together_after_it():
     assert isinstance(gone, asyncio.CancelledError)
     assert [found[user].items for found, user in zip(others, "cd", strict=True)] == [["c", "2"], ["d", "2"]]
     assert all(isinstance(error, StoreError) for error in failed)
+
+
+def test_the_error_of_a_lookup_that_nobody_waits_for_any_more_is_not_logged(caplog):
+    """As where a database stands still: the request has got a 504 long before."""
+    began, go, store = threading.Event(), threading.Event(), mock.Mock()
+
+    def fail(users, longest):
+        began.set()
+        go.wait(10)
+        raise StoreError("down")
+
+    async def ask():
+        histories, store.histories = AsyncStore(store, None), fail
+        asking = asyncio.create_task(histories.histories({"a"}, 0))
+        await asyncio.to_thread(began.wait, 10)
+        asking.cancel()
+        go.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with histories.looking:  # until it has ended
+            pass
+        await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    gc.collect()
+
+    assert caplog.text == ""
 
 
 def test_training_data_seeds_histories_once(store, tmp_path, monkeypatch):
