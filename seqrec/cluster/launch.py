@@ -154,7 +154,7 @@ def _plain(value: Any) -> Any:
 def execute(order: Path) -> None:
     """Run the stage that the file `order` describes; rank 0 writes its figures beside the file."""
     content = read_json(order)
-    os.environ.pop(PLACE, None)  # this is the place
+    os.environ.pop(PLACE, None)  # or `run` would start processes or a job again
     values = run(content["stage"], **content["arguments"])
     if os.environ.get("RANK", "0") == "0":
         write_json(order.with_name(VALUES), values)

@@ -373,7 +373,7 @@ def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> 
     client, name = runs.connect(config), f"seqrec-{dataset}"
     with runs.explained(config):
         versions = client.search_model_versions(f"name = '{name}'")
-        (found,) = [one for one in versions if int(one.version) == version] or [None]
+        found = next((one for one in versions if int(one.version) == version), None)
         if found is None or STATISTICS_TAG not in found.tags:
             lacks = "no such version" if found is None else "it was registered without the statistics of its data"
             raise ConfigError(f"--version: version {version} of {name}: {lacks}; `seqrec registry show` lists versions")
