@@ -35,7 +35,7 @@ def keys(
         days: days until an added key expires, 0 = never; with rotate, days until the old keys expire.
 
     Raises:
-        ConfigError: the name is missing.
+        ConfigError: the name is missing, or an option has no effect.
         ValueError: no key has this name.
     """
     if action == "show":
@@ -46,6 +46,8 @@ def keys(
     if not 0 <= days <= LONGEST:
         raise ConfigError(f"--days must be from 0 to {LONGEST}, not {days}")
     if action == "revoke":
+        if days or admin:
+            raise ConfigError("--days and --admin have no effect with revoke, which disables the keys at once")
         file.expire(keys_file, name)
     else:
         change = file.add if action == "add" else file.rotate

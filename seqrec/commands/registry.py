@@ -46,11 +46,13 @@ def registry(
             SEQREC_STORE.
 
     Raises:
-        ConfigError: the version or model does not exist, or there is no earlier champion.
+        ConfigError: the version or model does not exist, there is no earlier champion, or --version has no effect.
         TrackingError: the server does not answer, or another promotion is under way.
     """
     if action == "promote" and not version:
         raise ConfigError("--version: name the version to promote; `seqrec registry show` lists them")
+    if action != "promote" and version:
+        raise ConfigError(f"--version has no effect with {action}: to choose the champion, promote it")
     with explained(config):
         _act(action, connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 

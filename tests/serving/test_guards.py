@@ -134,6 +134,9 @@ def test_keys_on_the_command_line(tmp_path, capsys, caplog):
     run("rotate", *flags, "--days", "2")
     assert keys.Keys(file).find(first) is None  # it had expired, and stays so
     assert "1970-01-01" in run("show", "--keys-file", str(file))
+    for option in (["--days", "7"], ["--admin"]):  # it does not wait for days
+        assert main(["keys", "revoke", *flags, *option]) == 1
+    assert keys.Keys(file).find(second) is not None
     run("revoke", *flags)
     assert main(["keys", "rotate", *flags]) == 1  # nothing is left that the new key could replace
     assert keys.Keys(file).find(first) is keys.Keys(file).find(second) is None

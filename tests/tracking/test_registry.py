@@ -398,6 +398,9 @@ def test_a_rollback_leads_to_no_version_that_was_rolled_back_nor_round_in_a_circ
         own.by_hand("promote", version)
     before = own.stored()
     own.by_hand("promote", 1)  # nothing to do
+    for action in ("rollback", "show"):
+        with pytest.raises(ConfigError, match=f"--version has no effect with {action}"):
+            own.by_hand(action, 2)
     assert own.stored() == before
 
     for expected in (3, 2):
