@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 CALLERS = 10_000  # whose rates are known at once
 BURST_S = 2.0  # so many seconds' requests may come at once
@@ -14,8 +13,8 @@ BURST_S = 2.0  # so many seconds' requests may come at once
 class Rates:
     """A token bucket for each caller; the callers that were not seen for the longest time are forgotten."""
 
-    def __init__(self, per_second: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.per_second, self.now = per_second, now
+    def __init__(self, per_second: float) -> None:
+        self.per_second = per_second
         self.most = max(1.0, BURST_S * per_second)
         self.buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -25,7 +24,7 @@ class Rates:
         An expensive request may be granted with fewer tokens than it costs. The next requests then wait until it is
         paid for.
         """
-        now = self.now()
+        now = time.monotonic()
         tokens, seen = self.buckets.pop(caller, (self.most, now))
         tokens = min(self.most, tokens + (now - seen) * self.per_second)
         granted = tokens >= needed

@@ -198,7 +198,8 @@ def test_a_file_of_something_else_is_no_key_file(recommender, tmp_path, content)
 
 def test_a_caller_has_a_rate_of_its_own(monkeypatch):
     now = [0.0]
-    found = Rates(2.0, lambda: now[0])
+    monkeypatch.setattr(rates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = Rates(2.0)
 
     assert [found.take("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]  # two seconds' requests at once
     assert found.take("b") == 0
@@ -212,9 +213,10 @@ def test_a_caller_has_a_rate_of_its_own(monkeypatch):
     assert Rates(0.1).take("slow") == 0
 
 
-def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting():
+def test_a_dear_request_is_granted_whole_and_made_up_for_by_waiting(monkeypatch):
     clock = [0.0]
-    found = Rates(1.0, lambda: clock[0])
+    monkeypatch.setattr(rates, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = Rates(1.0)
 
     assert (found.take("a"), found.take("a", 0.0, needed=0.0)) == (0, 0)  # a burst of two, of which one is left
     assert (found.take("a"), found.take("a", 8.0, needed=0.0)) == (0, 0)
