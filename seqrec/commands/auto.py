@@ -111,12 +111,13 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
             auto_training.train(plan, name, settings, folder, out, share=share, members=members)
     params = from_dict(plan.params)
     write_text(out / run.SETTINGS, params.as_yaml())
-    board = run.write_leaderboard(out / "reports", folder, params.leaderboard)
+    reports = out / "reports"
+    board = leaderboard.write(reports, folder, leaderboard.build(reports=reports, models=params.leaderboard))
     _write_pages(out, board, params)
     register = f"python -m seqrec import --run {shlex.quote(str(out))}"
-    leaderboard.say(out / "reports", [f"{out / CARD} describes the model", f"{register} registers it in MLflow"])
+    leaderboard.say(reports, [f"{out / CARD} describes the model", f"{register} registers it in MLflow"])
     plan.save()
-    metrics = {name: read_json(out / "reports" / name / METRICS) for name in params.leaderboard}
+    metrics = {name: read_json(reports / name / METRICS) for name in params.leaderboard}
     return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
 
 

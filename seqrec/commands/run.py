@@ -6,7 +6,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -98,7 +98,7 @@ def _run(params: Params, out: Path, data: Path | None, from_champion: bool) -> d
         for item in stages[0].items(params) if each != "dataset" else ():
             figures = run_stages(stages, params, out, item, given)
             values |= {f"{item}/{name}": figures[name] for name in SHOWN} if each == "model" else figures
-    write_leaderboard(reports, source / "sequences", params.leaderboard)
+    leaderboard.write(reports, source / "sequences", leaderboard.build(reports=reports, models=params.leaderboard))
     return values
 
 
@@ -119,11 +119,6 @@ def _fetch_champion(params: Params, folder: Path) -> Path:
     version = fetch_champion(dataset=params.dataset, folder=folder, config=params.section("register"))
     logger.info("champion to start from: %s", f"version {version}" if version else "none")
     return folder
-
-
-def write_leaderboard(reports: Path, sequences: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Write leaderboard.json for the `models` that were evaluated; return its content."""
-    return leaderboard.write(reports, sequences, leaderboard.build(reports=reports, models=models))
 
 
 def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
