@@ -119,7 +119,7 @@ def _docker_runner(out: Path, network: str, data: Path | None) -> local.DockerRu
     else:
         user = {"user": f"{os.getuid()}:{os.getgid()}"}
     mounts = [Mount(str(data.resolve()), str(data.resolve()), "bind", read_only=True)] if data else []
-    names = ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR")
+    names = ("MLFLOW_TRACKING_URI", "SEQREC_DATA_MIRROR", "SEQREC_STORE")
     environment = {name: os.environ[name] for name in names if name in os.environ}
     docker_task_handler.run_docker_container = functools.partial(_run_container, environment)
     return local.DockerRunner(**HARDENED, **user, network_mode=network, mounts=mounts)

@@ -214,9 +214,7 @@ def remove_left_locks() -> None:
     from dvc.lock import LockError, make_lock
 
     try:
-        with make_lock(
-            str(DVC_FILES / "rwlock.lock"), tmp_dir=str(DVC_FILES)
-        ):  # held while a running DVC writes the list
+        with make_lock(f"{locks}.lock", tmp_dir=str(DVC_FILES)):  # held while a running DVC writes the list
             if _is_left(locks):
                 locks.unlink()
                 logger.warning("removed %s, which an interrupted run left", locks)
