@@ -11,6 +11,7 @@ from seqrec.artifacts import replaced
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.tensors import save_tensors
 
+ONE_STEP = {"batch_size": 100}  # an epoch
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
 
 
@@ -54,7 +55,7 @@ def epochs_of(folder):
 def test_a_killed_retraining_leaves_one_whole_result(prepared, tmp_path, killer):
     """The old training has one epoch, the new one two; killed at changes of the folder and its neighbours."""
     old = tmp_path / "old"
-    run(prepared, old, epochs=1)
+    run(prepared, old, epochs=1, **ONE_STEP)
 
     def retrained(kill):
         """Return what `kill` changes leave, 0 for none killed, and the changes there were in all."""
@@ -62,7 +63,7 @@ def test_a_killed_retraining_leaves_one_whole_result(prepared, tmp_path, killer)
         shutil.copytree(old, out)
         killer.folder, killer.left = str(out / "finetuned"), kill
         try:
-            run(prepared, out, epochs=2)
+            run(prepared, out, epochs=2, **ONE_STEP)
         except KilledError:
             pass
         finally:
@@ -72,10 +73,10 @@ def test_a_killed_retraining_leaves_one_whole_result(prepared, tmp_path, killer)
     _, writes = retrained(1000)
     assert writes > 8
     found = []
-    for kill in (1, writes // 2, writes - 4, writes):
+    for kill in (1, writes // 2, writes - 3, writes - 2):  # the last two: before and after the folders are exchanged
         out, _ = retrained(kill)
         found.append(epochs_of(out / "finetuned"))
-        run(prepared, out, epochs=2)
+        run(prepared, out, epochs=2, **ONE_STEP)
         assert epochs_of(out / "finetuned") == 2
     assert found[0] == 1
     assert found[-1] == 2

@@ -15,7 +15,7 @@ from support import run, weights
 from torch.nn import functional as F
 
 from seqrec.config import FinetuneConfig
-from seqrec.training import auto_settings, cost, train
+from seqrec.training import auto_settings, cost, train, utilisation
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.losses import cross_entropy
 from seqrec.training.utilisation import Utilisation
@@ -41,11 +41,13 @@ def test_a_long_training_is_announced_after_its_first_steps_and_not_changed(
     prepared, tmp_path, monkeypatch, caplog, model
 ):
     caplog.set_level(logging.INFO)
-    run(prepared, tmp_path / "quiet", model, epochs=1, batch_size=4)
+    settings = {"options": {"d_model": 16, "length": 12, "layers": 1}, "epochs": 1, "batch_size": 4}
+    run(prepared, tmp_path / "quiet", model, **settings)
     assert not any(words in caplog.text for words in ("min of training", "of the peak"))
 
     monkeypatch.setattr(cost, "LONG_S", 0.0)
-    run(prepared, tmp_path / "loud", model, epochs=1, batch_size=4)
+    monkeypatch.setattr(utilisation, "PEAK_S", 0.0)
+    run(prepared, tmp_path / "loud", model, **settings)
 
     assert "min of training (1 epochs)" in caplog.text
     assert re.search(r"targets/s, \d+% of the peak .* a target takes 0\.\d\d MFLOP.* matrix products \d+%", caplog.text)
@@ -88,14 +90,14 @@ def test_the_arithmetic_of_a_step_is_that_of_its_formulas():
     query, item = torch.randn(6, 8, requires_grad=True), torch.randn(21, 8, requires_grad=True)
     sequence, weight = torch.randn(2, 1, 5, 4, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
     sizes = torch.tensor([1, 4, 6], dtype=torch.int32)
-    utilisation = Utilisation(torch.device("cpu"), "fp32")
-    utilisation.wanted = True
+    meter = Utilisation(torch.device("cpu"), "fp32")
+    meter.wanted = True
 
-    with utilisation.around(cost.FIRST_STEPS, targets=6):
+    with meter.around(cost.FIRST_STEPS, targets=6):
         loss = cross_entropy(query, item, torch.randint(1, 21, (6,))).sum()
         loss = loss + F.scaled_dot_product_attention(sequence, sequence, sequence).sum()
         (loss + F.grouped_mm(query, weight, offs=sizes).square().sum()).backward()
 
     scores, attention, experts = 2 * 6 * 20 * 8, 2 * 2 * 5 * 5 * 4, 2 * 6 * 8 * 16  # of one product
     # backward: two products for each of the forward pass, and attention computes its weights again
-    assert utilisation.flops == (3 * scores + 2 * attention + 5 * attention + 3 * experts) / 6
+    assert meter.flops == (3 * scores + 2 * attention + 5 * attention + 3 * experts) / 6

@@ -17,7 +17,7 @@ CONTRAST = {
         "architecture": "recformer",
         "options": {"length": 4, "d_model": 16, "d_inner": 32, "max_tokens": 64, "dropout": 0.0, "mlm_weight": 0.0},
     },
-    "config": {"epochs": 2, "batch_size": 32, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1},
+    "config": {"epochs": 1, "batch_size": 16, "warmup_steps": 2, "learning_rate": 1e-2, "seed": 1},
 }
 
 
@@ -42,7 +42,7 @@ def order_training(prepared: Path, folder: Path) -> Path:
     run_pretrain("flash4rec", prepared.parent, folder, OPTIONS["flash4rec"] | PLAIN, seed=1)
     paths = {name: folder / name for name in ("initial", "state")}
     paths |= {"sequences": prepared, "checkpoint": folder / "finetuned"}
-    return write_order(folder, "finetune", paths, model="flash4rec", config=CONFIG)
+    return write_order(folder, "finetune", paths, model="flash4rec", config=CONFIG | {"epochs": 2})
 
 
 def write_order(folder: Path, stage: str, paths: dict[str, Path], **arguments) -> Path:

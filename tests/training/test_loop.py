@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from support import OPTIONS, exit_of, interrupted, losses_of, make_model, prepare_rows, run, synthetic_rows, weights
+from support import exit_of, interrupted, losses_of, make_model, prepare_rows, run, synthetic_rows, weights
 
 from seqrec.config import ModelConfig, PretrainConfig, from_dict
 from seqrec.data import sequences
@@ -59,17 +59,23 @@ def test_every_loss_and_way_to_sample_learns_the_pattern(prepared, tmp_path, los
 
 def test_masked_items_learn_the_pattern(prepared, tmp_path):
     # the head learns that an item is like itself on some machines and seeds, on others it does not
-    options = {"objective": "cloze", "length": 6, "prediction_head": False}
+    options = {"objective": "cloze", "length": 6, "layers": 1, "prediction_head": False}
     settings = {"batch_size": 8, "mask_last_share": 0.7, "windows": "all", "patience": 20, "seed": 2}
 
     assert best_of(0.3, prepared, tmp_path, "flash4rec", options, epochs=20, learning_rate=1e-2, **settings) > 0.3
 
 
 RESUMED = {
-    **{model: (model, {}) for model in sorted(OPTIONS)},
+    "flash4rec": ("flash4rec", {}),
     "sparse": ("sasrec", {"loss": "sampled_ce", "sparse_tables": True}),
     "bf16": ("sasrec", {"precision": "bf16"}),
 }
+
+
+def run_resumed(prepared, out, case: str) -> None:
+    """Train a case of `RESUMED`: eight steps, of which each writes a state."""
+    model, config = RESUMED[case]
+    run(prepared, out, model, epochs=2, save_steps=1, **config)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,8 @@ def uninterrupted(prepared, tmp_path_factory):
 
     @functools.cache
     def train(case: str) -> Path:
-        model, config = RESUMED[case]
         folder = tmp_path_factory.mktemp(case)
-        run(prepared, folder, model, save_steps=1, **config)
+        run_resumed(prepared, folder, case)
         return folder
 
     return train
@@ -88,17 +93,16 @@ def uninterrupted(prepared, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "step"),  # in the first epoch, at its end, in the second
-    [*((model, step) for model in sorted(OPTIONS) for step in (2, 4, 7)), ("sparse", 7), ("bf16", 4)],
+    [*(("flash4rec", step) for step in (2, 4, 7)), ("sparse", 7), ("bf16", 4)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, uninterrupted, tmp_path, caplog, case, step):
     caplog.set_level(logging.INFO)
-    model, config = RESUMED[case]
     expected = uninterrupted(case)
     with interrupted(step):
-        run(prepared, tmp_path, model, save_steps=1, **config)
+        run_resumed(prepared, tmp_path, case)
     assert list((tmp_path / "state").glob(f"*/step-{step}"))
 
-    run(prepared, tmp_path, model, save_steps=1, **config)
+    run_resumed(prepared, tmp_path, case)
 
     assert "resuming finetune" in caplog.text
     whole, parts = weights(expected), weights(tmp_path)
@@ -107,15 +111,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(prepared, uninter
     assert list((tmp_path / "state").glob("*/step-*")) == []
 
 
-@pytest.mark.parametrize("changed", [{"options": {"dropout": 0.5}}, {"learning_rate": 1e-4}])
-def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, caplog, changed):
+def test_another_training_does_not_resume_from_this_one(prepared, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with interrupted(4):
-        run(prepared, tmp_path)
+        run(prepared, tmp_path, epochs=2)
 
-    run(prepared, tmp_path, **changed)
-    assert "resuming" not in caplog.text
-    run(prepared, tmp_path)
+    for changed in ({"options": {"dropout": 0.5}}, {"learning_rate": 1e-4}):
+        run(prepared, tmp_path, epochs=2, **changed)
+        assert "resuming" not in caplog.text
+    run(prepared, tmp_path, epochs=2)
     assert "resuming finetune" in caplog.text
 
 
@@ -140,7 +144,7 @@ def logs(tmp_path_factory):
 @pytest.mark.parametrize(("model", "objective"), [("sasrec", "causal"), ("sasrec", "last"), ("bert4rec", "cloze")])
 def test_training_from_mapped_shards_is_training_from_memory_bit_for_bit(logs, tmp_path, model, objective):
     options = {"d_model": 8, "length": 12, "objective": objective}
-    settings = {"epochs": 2, "prefixes_per_user": 2, "windows": "all", "options": options}
+    settings = {"epochs": 1, "prefixes_per_user": 2, "windows": "all", "options": options}
 
     run(logs[0], tmp_path / "one", model, **settings)
     run(logs[1], tmp_path / "two", model, resident=False, **settings)
