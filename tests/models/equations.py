@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 def scrambled(model):
@@ -79,3 +80,12 @@ def torch_layer(block):
         weights |= {f"{name}.{kind}": value for kind, value in part.state_dict().items()}
     layer.load_state_dict(weights)
     return layer.train()  # in eval mode torch takes another path, with the same result
+
+
+def stream(part, x, *, causal=True):
+    """Return the outputs of `part` for the embedded history x (L, D): positions, a normalisation, blocks of torch."""
+    x = F.layer_norm(x + part.positions[-len(x) :], x.shape[-1:], part.norm.weight, part.norm.bias)[None]
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
+    for block in part.blocks:
+        x = torch_layer(block)(x, src_mask=mask)
+    return x[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from equations import torch_layer
+from equations import stream
 from support import add_noise, make_batch, make_model
-from torch import nn
-from torch.nn import functional as F
 
 
 def build():
@@ -21,14 +19,6 @@ def mixed(model, values):
     vectors = part.values.weight[values]
     score = torch.relu(vectors @ part.inner.weight.T + part.inner.bias) @ part.outer.weight[0]
     return sum(weight * vector for weight, vector in zip(score.softmax(0), vectors, strict=True))
-
-
-def stream(part, x, *, causal=True):
-    x = F.layer_norm(x + part.positions[-len(x) :], x.shape[-1:], part.norm.weight, part.norm.bias)[None]
-    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
-    for block in part.blocks:
-        x = torch_layer(block)(x, src_mask=mask)
-    return x[0]
 
 
 @torch.no_grad()

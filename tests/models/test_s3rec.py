@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equations import stream
 from support import add_noise, make_batch, make_model
-from test_fdsa import stream
 
 from seqrec.models.s3rec import draw_segments
 

@@ -21,3 +21,13 @@ def test_attention_equals_torch_multihead_attention():
     expected = model.norm(y + block.outer(block.inner(y).relu()))
 
     torch.testing.assert_close(model(batch), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_zesrec_is_sasrec_over_mapped_text_vectors():
+    model, other = (make_model(name, layers=2, heads=2).eval() for name in ("zesrec", "sasrec"))
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith("to_item.")}
+    other.load_state_dict(state | {"items.weight": model.text_VX @ model.to_item.weight.T + model.to_item.bias})
+    batch = make_batch([[3, 7, 2, 9, 4]])
+
+    torch.testing.assert_close(model(batch), other(batch))
+    torch.testing.assert_close(model.item_vectors(), other.item_vectors())
