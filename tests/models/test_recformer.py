@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections import Counter
 
 import pyarrow as pa
@@ -329,7 +330,7 @@ def test_histories_of_items_are_pre_trained_by_the_contrast_over_fixed_vectors()
 
 # The stages, on the synthetic log with titles in which an item's neighbours have words in common.
 OPTIONS = {"length": 6, "d_model": 16, "d_inner": 32, "max_tokens": 64, "vocabulary": 300, "frozen_words": []}
-SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2, "save_steps": 1}
+SETTINGS = {"batch_size": 16, "warmup_steps": 2, "learning_rate": 5e-3, "prefixes_per_user": 2}
 PRETRAIN = {"epochs": 1, "held_out": 0.2, "earliest_target": 0.5}
 ITEMS = {"encoder": "items", "objective": "causal", "pooling": "mean", "layers": 0}
 
@@ -374,10 +375,10 @@ def vectors(folder):
 
 def test_both_stages_learn_the_pattern(target, tmp_path):
     options = {"mlm_weight": 0.0, "dropout": 0.0, "length": 3}
-    values = run_pretrain(target, tmp_path, options=options, epochs=8, prefixes_per_user=4, save_steps=500)
+    values = run_pretrain(target, tmp_path, options=options, epochs=8, prefixes_per_user=4)
     assert values["valid/accuracy"] > 0.3  # chance: 0.1 of ten held-out users
 
-    tuned = run_finetune(target, tmp_path, epochs=3, save_steps=500)
+    tuned = run_finetune(target, tmp_path, epochs=3)
 
     assert tuned["valid/ndcg@10"] > 0.2  # chance: 0.11
     seconds = artifacts.read_json(tmp_path / "finetuned" / artifacts.MODEL_CARD)["seconds"]
@@ -407,8 +408,8 @@ def test_the_second_stage_keeps_what_the_first_left_unless_it_is_better(target, 
 
 @pytest.mark.parametrize("options", [{"mlm_weight": 0.0, "dropout": 0.0}, ITEMS], ids=["text", "items"])
 def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tmp_path, options):
-    run_pretrain(target, tmp_path, options=options, save_steps=500)
-    run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2, save_steps=500)
+    run_pretrain(target, tmp_path, options=options)
+    run_finetune(target, tmp_path, epochs=2, learning_rate=2e-2)
     checkpoint = load_checkpoint(tmp_path / "finetuned")
     model = checkpoint.model
     assert checkpoint.card["parameters"] == sum(p.numel() for p in model.parameters())
@@ -422,45 +423,51 @@ def test_a_described_item_is_read_by_the_encoder_that_made_the_others(target, tm
     torch.testing.assert_close(grown[1 + size :], rows, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "steps", "options"), [("initial", 7, {}), ("finetuned", 5, ITEMS)])
-def test_an_interrupted_run_ends_like_one_that_was_not(target, tmp_path, stage, steps, options):
-    def train(out):
-        if stage == "initial":
-            run_pretrain(target, out, epochs=2)
-        else:
-            run_finetune(target, out, epochs=2)
-
-    for name in ("whole", "cut") if stage == "finetuned" else ():
-        run_pretrain(target, tmp_path / name, options=options)
-    train(tmp_path / "whole")
-    with support.interrupted(steps):
-        train(tmp_path / "cut")
-    assert list((tmp_path / "cut" / "state").glob("*/step-*"))
-    train(tmp_path / "cut")
-
-    whole, cut = (vectors(tmp_path / name / stage)[0].state_dict() for name in ("whole", "cut"))
-    for name, value in whole.items():
-        assert torch.equal(cut[name], value), name
+def assert_same_weights(one, other):
+    weights = [load_checkpoint(folder).model.state_dict() for folder in (one, other)]
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name
 
 
-def test_a_refit_that_dies_before_its_output_ends_like_one_that_did_not(target, tmp_path):
-    run_pretrain(target, tmp_path, options=ITEMS)
-    run_finetune(target, tmp_path, epochs=2)
-    finetuned = load_checkpoint(tmp_path / "finetuned")
+def test_an_interrupted_pre_training_ends_like_one_that_was_not(target, tmp_path):
+    run_pretrain(target, tmp_path / "whole")
+    with support.interrupted(3):
+        run_pretrain(target, tmp_path / "cut", save_steps=1)
+    run_pretrain(target, tmp_path / "cut", save_steps=1)
 
+    assert_same_weights(tmp_path / "whole" / "initial", tmp_path / "cut" / "initial")
+
+
+@pytest.fixture(scope="module")
+def tuned(target, tmp_path_factory):
+    """A training that reads histories of items."""
+    out = tmp_path_factory.mktemp("tuned")
+    run_pretrain(target, out, options=ITEMS)
+    run_finetune(target, out, epochs=2)
+    return out
+
+
+def test_an_interrupted_fine_tuning_ends_like_one_that_was_not(target, tuned, tmp_path):
+    shutil.copytree(tuned / "initial", tmp_path / "initial")
+    with support.interrupted(5):
+        run_finetune(target, tmp_path, epochs=2, save_steps=1)
+    run_finetune(target, tmp_path, epochs=2, save_steps=1)
+
+    assert_same_weights(tuned / "finetuned", tmp_path / "finetuned")
+
+
+def test_a_refit_that_dies_before_its_output_ends_like_one_that_did_not(target, tuned, tmp_path):
     def again(out):
-        folders = {"initial": tmp_path / "initial", "refitted": tmp_path / out, "state": tmp_path / f"{out}-state"}
+        folders = {"initial": tuned / "initial", "refitted": tmp_path / out, "state": tmp_path / f"{out}-state"}
+        finetuned = load_checkpoint(tuned / "finetuned")
         refit.retrain(model="recformer", sequences=target / "sequences", finetuned=finetuned, **folders)
 
     again("whole")
-    whole = load_checkpoint(tmp_path / "whole")
-    with support.interrupted(whole.epoch_records()[-1]["step"]):
+    with support.interrupted(load_checkpoint(tmp_path / "whole").epoch_records()[-1]["step"]):
         again("cut")
     again("cut")
 
-    cut = load_checkpoint(tmp_path / "cut").model.state_dict()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(cut[name], value), name
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_one_user_with_a_history_is_too_few_to_hold_one_out(target):
