@@ -63,8 +63,12 @@ def test_one_model_is_in_memory_at_a_time(folders, monkeypatch):
     assert most == [1] * len(MODELS)
 
 
-def test_an_example_is_what_the_evaluation_found(folders):
-    shown = choose(folders)
+@pytest.fixture(scope="module")
+def shown(folders):
+    return choose(folders)
+
+
+def test_an_example_is_what_the_evaluation_found(folders, shown):
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
     cases = pq.read_table(folders["reports"] / "sasrec/cases.parquet").to_pylist()
     lists = pq.read_table(folders["reports"] / "sasrec/recommendations.parquet").to_pylist()
@@ -99,8 +103,7 @@ def test_where_too_few_are_of_one_kind_the_other_fills_up(ranks, positions, numb
     assert all(positions[index] > 0 for index in chosen)
 
 
-def test_drivers_are_those_of_the_first_item(folders):
-    shown = choose(folders)
+def test_drivers_are_those_of_the_first_item(folders, shown):
     data, user_ids = sequences.load(folders["sequences"]), sequences.read_users(folders["sequences"])
     for name in MODELS[:-1]:
         model = folders["checkpoints"][name].model
@@ -119,8 +122,7 @@ def test_drivers_are_those_of_the_first_item(folders):
         assert user.opinions["popularity"].attention is None
 
 
-def test_only_models_with_masks_or_fewer_rows_have_heat_maps_or_sparsities(folders):
-    shown = choose(folders)
+def test_only_models_with_masks_or_fewer_rows_have_heat_maps_or_sparsities(folders, shown):
     seen = min(8, len(shown.users[0].history))
 
     assert (list(shown.masked), list(shown.sparse)) == (["rec_denoiser"], ["strec"])
@@ -134,11 +136,11 @@ def test_only_models_with_masks_or_fewer_rows_have_heat_maps_or_sparsities(folde
     torch.testing.assert_close(before, expected[0][0])
 
 
-def test_items_without_a_title_go_by_their_id(folders, prepared, tmp_path):
+def test_items_without_a_title_go_by_their_id(folders, shown, prepared, tmp_path):
     saved = folders["checkpoints"]["sasrec"]
     save_model(tmp_path, saved.model, saved.card, catalogue_files(prepared))
     checkpoints = folders["checkpoints"] | {"sasrec": load_checkpoint(tmp_path)}
-    titled, plain = choose(folders).names, choose(folders, checkpoints=checkpoints).names
+    titled, plain = shown.names, choose(folders, checkpoints=checkpoints).names
     item_ids = sequences.read_items(prepared)
 
     assert titled == {item: f"Title of {item_ids[item - 1]}" for item in titled}
