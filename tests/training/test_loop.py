@@ -72,10 +72,10 @@ RESUMED = {
 }
 
 
-def run_resumed(prepared, out, case: str) -> None:
-    """Train a case of `RESUMED`: eight steps, of which each writes a state."""
+def run_resumed(prepared, out, case: str, save_steps: int = 1) -> None:
+    """Train a case of `RESUMED` for eight steps."""
     model, config = RESUMED[case]
-    run(prepared, out, model, epochs=2, save_steps=1, **config)
+    run(prepared, out, model, epochs=2, save_steps=save_steps, **config)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def uninterrupted(prepared, tmp_path_factory):
     @functools.cache
     def train(case: str) -> Path:
         folder = tmp_path_factory.mktemp(case)
-        run_resumed(prepared, folder, case)
+        run_resumed(prepared, folder, case, save_steps=500)
         return folder
 
     return train
