@@ -121,15 +121,41 @@ def test_the_folders_are_imported_through_seqrec_only():
     assert {relative(path) for path in FILES if anywhere(path) & set(FOLDERS)} == set()
 
 
-def test_the_training_core_can_be_imported_without_the_other_packages():
+WITHOUT_OTHERS = """
+import importlib, sys
+sys.modules.update(dict.fromkeys({lacks!r}))  # None there makes an import fail
+for name in {modules!r}:
+    importlib.import_module(name)
+from pathlib import Path
+from seqrec import config
+from seqrec.config import checks
+from seqrec.models import REGISTRY
+config.load(Path("params.yaml"))
+assert not checks.CASTS
+for values in {values!r}:
+    try:
+        print(config.parse(config.FinetuneConfig, values, "finetune").epochs)
+    except config.ConfigError as error:
+        print(error)
+print(config.parse(REGISTRY["flash4rec"].Options, {{"attributes": []}}, "options").attributes)
+"""
+
+
+def test_the_training_core_needs_no_other_package_and_checks_keys_and_ranges_without_pydantic():
     modules = [relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in CORE]
-    code = (
-        "import importlib, sys\n"
-        f"sys.modules.update(dict.fromkeys({CORE_LACKS!r}))\n"  # None there makes an import fail
-        f"for name in {modules!r}: importlib.import_module(name)\n"
-        "from pathlib import Path\nfrom seqrec.config import load\n"
-        "load(Path('params.yaml'))\n"
-    )
+    expected = [
+        ({"epoch": 7}, "finetune.epoch: unknown key"),
+        ({"epochs": "many"}, "finetune: epochs must be of type int, not 'many'"),
+        ({"loss": "cee"}, "finetune: loss must be one of ce, sampled_ce"),
+        ({"patience": 0}, "finetune: patience must be at least 1, not 0"),
+        ({"epochs": 7}, "7"),
+    ]
+    values = [given for given, _ in expected]
+    code = WITHOUT_OTHERS.format(lacks=CORE_LACKS, modules=modules, values=values)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
 
     assert done.returncode == 0, done.stderr
+    *lines, listed = done.stdout.splitlines()
+    for line, (_, start) in zip(lines, expected, strict=True):
+        assert line.startswith(start)
+    assert listed == "()"  # the list of a model's card

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import yaml
 from support import ROOT, with_values
@@ -162,41 +159,6 @@ def test_every_config_passes_the_checks_of_a_run(path):
 
     assert params.leaderboard
     check(params, ingests=True)
-
-
-WITHOUT_PYDANTIC = """
-import sys
-sys.modules["pydantic"] = None
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "pydantic" else find(name, *rest)
-from seqrec import config
-from seqrec.config import checks
-from seqrec.models import REGISTRY
-assert not checks.CASTS
-for values in eval(sys.argv[1]):
-    try:
-        print(config.parse(config.FinetuneConfig, values, "finetune").epochs)
-    except config.ConfigError as error:
-        print(error)
-print(config.parse(REGISTRY["flash4rec"].Options, {"attributes": []}, "options").attributes)
-"""
-
-
-def test_without_pydantic_keys_and_ranges_are_still_checked():
-    expected = [
-        ({"epoch": 7}, "finetune.epoch: unknown key"),
-        ({"epochs": "many"}, "finetune: epochs must be of type int, not 'many'"),
-        ({"loss": "cee"}, "finetune: loss must be one of ce, sampled_ce"),
-        ({"patience": 0}, "finetune: patience must be at least 1, not 0"),
-        ({"epochs": 7}, "7"),
-    ]
-    command = [sys.executable, "-c", WITHOUT_PYDANTIC, repr([values for values, _ in expected])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    *lines, listed = done.stdout.splitlines()
-    for line, (_, start) in zip(lines, expected, strict=True):
-        assert line.startswith(start)
-    assert listed == "()"  # the list of a model's card
 
 
 LAYERS = {
