@@ -24,6 +24,7 @@ from seqrec.training.cost import Cost
 
 COLUMNS = ("Customer ID", "SKU", "bought_at", "product_name")
 SHARE = 0.005  # minutes: one epoch of one model
+QUICK = {"epochs": 1, "counts": "none"}  # the search for counts takes longer than an epoch
 
 
 def write_log(path, *, spread, users=60):
@@ -96,14 +97,6 @@ def test_a_run_that_has_not_begun_may_get_other_flags(tmp_path):
     Plan(tmp_path / "auto.json", {"columns": {}}).save()
 
     assert Plan.load(tmp_path / "auto.json", {"columns": {"user_id": "a"}}).request == {"columns": {"user_id": "a"}}
-
-
-def test_a_folder_may_have_the_name_of_a_pattern(tmp_path):
-    log = write_log(tmp_path / "log.csv", spread=0)
-
-    assert (
-        prepared(tmp_path / "a[1]", log)[1]["counts"]["users"] == prepared(tmp_path / "a1", log)[1]["counts"]["users"]
-    )
 
 
 def test_a_plan_keeps_what_was_done_when_it_gets_more_minutes(tmp_path):
@@ -181,7 +174,7 @@ def test_few_users_get_the_mean_of_as_many_networks_as_the_share_holds(
 ):
     monkeypatch.setattr(auto_training, "_cost", lambda *_: Cost(step_s=10.0, steps=1, validation_s=0.0, memory=0))
     plan, folder, shape = planned
-    settings = partial(auto_training.model_settings, "sasrec", shape, options={"d_model": 8}, finetune={"epochs": 1})
+    settings = partial(auto_training.model_settings, "sasrec", shape, options={"d_model": 8}, finetune=QUICK)
 
     auto_training.train(plan, "sasrec", settings, folder, tmp_path, share=share, members=most)
 
@@ -201,7 +194,7 @@ def test_whether_items_have_text(made, tmp_path):
 
 def test_the_model_that_reads_text_is_trained_on_item_vectors_of_mean_words(planned, tmp_path):
     plan, folder, shape = planned
-    settings = partial(auto_training.model_settings, "recformer", shape, finetune={"epochs": 1})
+    settings = partial(auto_training.model_settings, "recformer", shape, finetune=QUICK)
 
     auto_training.train(plan, "recformer", settings, folder, tmp_path)
 
@@ -231,7 +224,8 @@ DAYS = (pl.col("bought_at") - 1_500_000_000) // 86_400  # since the first one: a
         (0, DAYS, "the file has no times"),
     ],
 )
-def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path, spread, times, reason):
+def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path, caplog, spread, times, reason):
+    caplog.set_level(logging.INFO)
     log = write_log(tmp_path / "log.csv", spread=spread)
     pl.read_csv(log).with_columns(bought_at=times).write_csv(log)
 
@@ -239,6 +233,8 @@ def test_a_log_that_time_cannot_divide_is_split_by_user(tmp_path, spread, times,
 
     assert card["protocol"] == "LOO-full"
     assert reason in plan.split
+    assert "max_cases" not in plan.params["prepare"]
+    assert "random cases of each are ranked" not in caplog.text
 
 
 def test_a_log_from_the_newest_event_to_the_oldest_keeps_this_order_within_a_time(tmp_path):
@@ -270,8 +266,8 @@ def test_headlines_of_reviews_are_no_titles(tmp_path, caplog):
     assert auto_data._titles(path, COLUMNS[1], COLUMNS[3], tmp_path) is not None
 
 
-@pytest.mark.parametrize(("scores", "events", "limit"), [(1e9, 1e9, 0), (1, 1e9, 25), (1e9, 1, 25)])
-def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events, limit):
+@pytest.mark.parametrize(("scores", "events"), [(1, 1e9), (1e9, 1)])
+def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatch, scores, events):
     monkeypatch.setattr(auto_data, "SCORES", scores)
     monkeypatch.setattr(auto_data, "EVENTS", events)
     monkeypatch.setattr(auto_data, "LEAST_CASES", 25)
@@ -280,8 +276,8 @@ def test_a_large_log_is_ranked_on_a_sample_of_cases(tmp_path, caplog, monkeypatc
 
     plan, card = prepared(tmp_path, write_log(tmp_path / "log.csv", spread=8_000_000))
 
-    assert card["max_cases"] == plan.params["prepare"].get("max_cases", 0) == limit
-    assert ("25 random cases of each are ranked" in caplog.text) is bool(limit)
+    assert card["max_cases"] == plan.params["prepare"]["max_cases"] == 25
+    assert "25 random cases of each are ranked" in caplog.text
 
 
 def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
@@ -328,15 +324,17 @@ def test_users_with_too_few_events_name_the_flag(tmp_path, events):
         prepared(tmp_path, tmp_path / "log.csv")
 
 
-def test_an_items_file_may_have_columns_of_its_own(tmp_path):
-    log = write_log(tmp_path / "log.csv", spread=0)
+def test_an_items_file_may_have_columns_of_its_own_and_a_folder_the_name_of_a_pattern(tmp_path):
+    folder, log = tmp_path / "a[1]", write_log(tmp_path / "log.csv", spread=0)
     pl.DataFrame({"code": [f"i{n}" for n in range(40)], "label": [f"Label {n}" for n in range(40)]}).write_csv(
         tmp_path / "items.csv"
     )
 
-    prepared(tmp_path, log, items=tmp_path / "items.csv", title="label")
+    _, card = prepared(folder, log, items=tmp_path / "items.csv", title="label")
 
-    assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
+    assert card["counts"]["users"] == 60
+    items = pl.read_parquet(folder / "out" / "data" / "items.parquet", glob=False)
+    assert items.row(3)[:2] == ("i3", "Label 3")
 
 
 def test_titles_are_found_by_ids_that_a_program_has_written_as_fractions(tmp_path):
@@ -349,22 +347,15 @@ def test_titles_are_found_by_ids_that_a_program_has_written_as_fractions(tmp_pat
 
 
 @pytest.mark.parametrize(("column", "rating"), [("rating", "PG-13"), ("stars", "4,5")])
-def test_no_event_is_lost_for_its_rating(tmp_path, column, rating):
+def test_no_event_is_lost_for_its_rating_and_no_title_for_the_rows_without_it(tmp_path, column, rating):
     log = write_log(tmp_path / "log.csv", spread=0)
-    pl.read_csv(log).with_columns(pl.lit(rating).alias(column)).write_csv(log)
+    rows, first = pl.read_csv(log), pl.int_range(pl.len()).over("SKU") < 2
+    title = pl.when(~first).then("product_name").alias("product_name")
+    rows.with_columns(title, pl.lit(rating).alias(column)).write_csv(log)
 
     _, card = prepared(tmp_path, log)
 
-    assert card["counts"]["events"] == len(pl.read_csv(log))
-
-
-def test_an_item_has_a_title_if_any_of_its_rows_has_one(tmp_path):
-    log = write_log(tmp_path / "log.csv", spread=0)
-    rows, first = pl.read_csv(log), pl.int_range(pl.len()).over("SKU") < 2
-    rows.with_columns(pl.when(~first).then("product_name").alias("product_name")).write_csv(log)
-
-    prepared(tmp_path, log)
-
+    assert card["counts"]["events"] == len(rows)
     assert pl.read_parquet(tmp_path / "out" / "data" / "items.parquet")["title"].null_count() == 0
 
 
