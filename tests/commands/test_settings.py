@@ -110,13 +110,16 @@ def test_an_edited_file_of_the_user_reruns_its_ingest(project, monkeypatch):
     log.unlink()
 
 
-def test_dvc_sees_the_values_that_differ_and_files_in_the_folder_my(project, monkeypatch):
+def test_dvc_sees_the_values_that_differ_and_files_in_the_folders_of_code_and_of_the_user(project, monkeypatch):
     monkeypatch.chdir(project)
     settle(project, SETTINGS)
     assert stale(project) == []
-    (project / "my/events.csv").write_text("one")
-    assert {"changed deps": {"my": "modified"}} in changed(project)["settings"]
-    (project / "my/events.csv").unlink()
+    new = [project / name for name in ("my/events.csv", "seqrec/new.py", "models/new.py")]
+    for path in new:
+        path.write_text("one")
+    assert {"changed deps": dict.fromkeys(("my", "seqrec", "models"), "modified")} in changed(project)["settings"]
+    for path in new:
+        path.unlink()
 
     settle(project, with_values(SETTINGS, {"models.gru4rec.finetune.learning_rate": 0.01}))
     assert changed(project)["finetune@gru4rec"] == [
@@ -145,7 +148,6 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
     original = (project / file).read_text()
     try:
         (project / file).write_text(f"{original}\n# changed\n{line}\n")
-        assert "settings" in changed(project)
         settle(project, SETTINGS)
         assert stale(project) == expected
         code = read_json(project / "settings/validate.code.json")
