@@ -54,7 +54,7 @@ def test_its_only_package_is_seqrec_and_holds_every_file(wheel):
 
 
 def test_it_works_beside_a_package_called_models(wheel, tmp_path):
-    pip("install", "--no-deps", "--no-warn-conflicts", "--target", str(tmp_path / "site"), str(wheel))
+    pip("install", "--no-deps", "--no-warn-conflicts", "--no-compile", "--target", str(tmp_path / "site"), str(wheel))
     (tmp_path / "own" / "models").mkdir(parents=True)
     (tmp_path / "own" / "models" / "__init__.py").write_text("MINE = 'mine'\n")
 
