@@ -161,7 +161,8 @@ def finetune(
     batch = values.setdefault("batch_size", batch_size(shape, of))
     whole = steps_an_epoch(shape, of, batch)
     steps = min(whole, values.get("epoch_steps") or whole)
-    kind, negatives = values.setdefault("loss", loss(shape)), values.setdefault("negatives", NEGATIVES)
+    kind = values.setdefault("loss", loss(shape))  # the full softmax draws no negatives
+    negatives = values.setdefault("negatives", FinetuneConfig.negatives if kind == "ce" else NEGATIVES)
     shuffles = values.get("resident", True) and not shape.ordered  # which needs all events in memory
     order = values.setdefault("ties", "shuffle" if shuffles else "keep")
     scored = shape.items if kind == "ce" else negatives

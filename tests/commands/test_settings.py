@@ -11,9 +11,11 @@ from dvc.repo import Repo
 from support import ROOT, with_values
 
 from seqrec.artifacts import read_json, write_json
-from seqrec.commands.settings import forget_edited_files, resolve, settings
-from seqrec.config import ConfigError, load
+from seqrec.commands.auto_training import model_settings
+from seqrec.commands.settings import check, forget_edited_files, resolve, settings
+from seqrec.config import ConfigError, from_dict, load
 from seqrec.pipeline import STAGES
+from seqrec.training.auto_settings import Shape
 
 SETTINGS = {
     "dataset": "tiny",
@@ -202,6 +204,13 @@ def test_a_setting_that_the_protocol_or_the_loss_does_not_read_is_named(tmp_path
     settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes | {"finetune.loss": "bce"}))
     assert "models.sasrec: finetune.gbce_t has no effect with bce, only with gbce" in caplog.text
     assert "negatives" not in caplog.text
+
+
+def test_the_rules_set_nothing_that_the_loss_does_not_read(caplog):
+    chosen = model_settings("sasrec", Shape(users=9, items=9, events=99, median=9.0, ninth=9.0, longest=9), {})
+    check(from_dict({"dataset": "tiny", "models": {"sasrec": chosen}}), ingests=False)
+    assert chosen["finetune"]["loss"] == "ce"
+    assert "no effect" not in caplog.text
 
 
 def test_networks_that_read_words_may_have_members(tmp_path):
