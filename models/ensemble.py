@@ -23,7 +23,7 @@ class Ensemble(SequenceModel):
     def __init__(self, architecture: type[SequenceModel], options: Any, catalogue: Catalogue) -> None:
         name = architecture.__name__
         alone = issubclass(architecture, SelfSupervised | DescribedItems)
-        require(not alone, f"members: {name} starts from one pre-training, so its members would be alike")
+        require(not alone, f"members: must be 1, because {name} cannot have several")
         self.objectives = architecture.objectives_of(options)  # type: ignore[misc]
         super().__init__(options, catalogue)
         self.members = nn.ModuleList(architecture(options, catalogue) for _ in range(options.members))

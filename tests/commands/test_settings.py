@@ -177,7 +177,7 @@ def test_changed_code_reruns_what_imports_it(project, file, line, expected, monk
         ({"models.gru4rec.options": {"members": 2, "item_bias": True}}, "models.gru4rec.options: members: GRU4Rec"),
         (
             {"models.gru4rec": {"architecture": "s3rec", "options": {"members": 2}}},
-            "models.gru4rec.options: members: S3Rec starts from one pre-training",
+            "models.gru4rec.options: members: must be 1, because S3Rec cannot",
         ),
         ({"models.gru4rec.options.dropout": float("nan")}, "models.gru4rec.options: dropout must be"),
         (
