@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     if "mlflow" in sys.modules:
         import unsynced  # noqa: F401
+    if "kfp" in sys.modules:
+        import frames  # noqa: F401
     if "onnxscript" in sys.modules:  # each export would read the operators of torch anew, for half a second
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -91,7 +93,7 @@ def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
     from seqrec.commands import repro
 
-    modules = ("kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", *repro.REGISTER)
+    modules = ("kfp.dsl.executor_main", "unsynced", "frames", "killer", "great_expectations", *repro.REGISTER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables

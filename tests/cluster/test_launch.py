@@ -21,6 +21,7 @@ from support import KUBERNETES, run_pretrain, until
 from seqrec.artifacts import EPOCH_RECORDS, WEIGHTS, DamagedError
 from seqrec.cluster import jobs, launch
 from seqrec.config import ConfigError, FinetuneConfig, KubernetesConfig, LaunchConfig, StepResources, parse
+from seqrec.warm import SOCKET
 
 OPTIONS = {"d_model": 16, "layers": 1, "heads": 2, "length": 12, "dropout": 0.0}
 CONFIG = FinetuneConfig(epochs=2, batch_size=16, warmup_steps=1)
@@ -37,11 +38,13 @@ def place(**launch_settings) -> dict:
 
 @pytest.fixture(autouse=True)
 def _forked_processes(forked_steps, tmp_path, monkeypatch):
-    """Let torchrun's processes be forks of the warm process: what it takes for Python is called with -u -m MODULE."""
+    """Let torchrun and its processes be forks of the warm process: torchrun is called with -m, they with -u -m."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m seqrec.warm "$@"\n')
+    warm = f'{SOCKET}={os.environ[SOCKET]} exec {sys.executable} -m seqrec.warm "$@"'  # a fork has no such variable
+    python.write_text(f'#!/bin/sh\n[ "$1" != -u ] || shift\n{warm}\n')
     python.chmod(0o700)
     monkeypatch.setenv("PYTHON_EXEC", str(python))
+    monkeypatch.setattr(sys, "executable", str(python))
 
 
 @pytest.fixture(scope="module")
