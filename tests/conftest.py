@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import cheaper  # noqa: F401
 import pytest
 
 # Where tests run in several processes, the one that starts them reads this file first: it imports no torch.
@@ -47,8 +48,6 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     if "mlflow" in sys.modules:
         import unsynced  # noqa: F401
-    if "kfp" in sys.modules:
-        import frames  # noqa: F401
     if "onnxscript" in sys.modules:  # each export would read the operators of torch anew, for half a second
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -93,7 +92,7 @@ def warm_steps():
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
     from seqrec.commands import repro
 
-    modules = ("kfp.dsl.executor_main", "unsynced", "frames", "killer", "great_expectations", *repro.REGISTER)
+    modules = ("cheaper", "kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", *repro.REGISTER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
         yield variables
