@@ -12,6 +12,7 @@ from pathlib import Path
 
 import sqlalchemy
 from mlflow.store.db import utils
+from mlflow.utils import requirements_utils
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 os.fsync = lambda _: None  # no test cuts the power
@@ -46,3 +47,5 @@ def _copy_tables(engine) -> None:
 
 utils._initialize_tables = _copy_tables
 utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)  # which reads all migrations
+requirements_utils._PACKAGES_TO_MODULES = {}  # for which it reads the files of all installed packages, for a second
+requirements_utils._init_packages_to_modules_map = lambda: None
