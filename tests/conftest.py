@@ -88,13 +88,18 @@ def data(prepared):
 
 
 @pytest.fixture(scope="session")
-def warm_steps():
+def warm_steps(tmp_path_factory):
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
     from seqrec.commands import repro
 
+    import unsynced  # takes seconds
+
+    empty = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    empty.write_bytes(unsynced.EMPTY)
     modules = ("cheaper", "kfp.dsl.executor_main", "unsynced", "killer", "great_expectations", *repro.REGISTER)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with warm.process(*modules, wait=True, _KFP_RUNTIME="true", PYTHONPATH=path) as variables:
+    settings = {"_KFP_RUNTIME": "true", "PYTHONPATH": path, "EMPTY_DATABASE": str(empty)}
+    with warm.process(*modules, wait=True, **settings) as variables:
         yield variables
 
 

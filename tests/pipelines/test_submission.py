@@ -98,8 +98,9 @@ class _Page(Quiet, BaseHTTPRequestHandler):
             self.end_headers()
 
 
-@pytest.mark.parametrize(("path", "message"), [("", "the session has expired"), ("/slow", "timed out")])
-@pytest.mark.parametrize("name", ["submit", "upload"])
+@pytest.mark.parametrize(
+    ("name", "path", "message"), [("submit", "", "the session has expired"), ("upload", "/slow", "timed out")]
+)
 def test_a_page_or_silence_is_not_taken_for_an_answer(command, monkeypatch, name, path, message):
     monkeypatch.setattr("seqrec.pipelines.client.ANSWER_S", 0.1)
     with listening(_Page) as page:
