@@ -27,7 +27,7 @@ pytest.importorskip("onnxscript")
 
 # An export takes seconds. These are made of operators of other models, and each export compares its scores itself;
 # tests/counts/test_everywhere.py exports a bert4rec, tests/tracking/test_registry.py a sasrec, `exported` an mfbpr.
-LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "hstu", "recguru", "s3rec", "sasrec", "ssept", "unisrec", "zesrec"}
+LIKE_OTHERS = {"bert4rec", "esasrec", "fdsa", "recguru", "s3rec", "sasrec", "ssept", "zesrec"}
 OPTIONS = {
     "flash4rec": {"request_time": True, "attribute_values": 3, "experts": 2},
     "gru4rec": {"attribute_values": 3},
