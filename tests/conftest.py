@@ -90,9 +90,9 @@ def data(prepared):
 @pytest.fixture(scope="session")
 def warm_steps(tmp_path_factory):
     """The variables of one process that imports what the stages need, also on Kubeflow, for all pipelines of tests."""
-    from seqrec.commands import repro
-
     import unsynced  # takes seconds
+
+    from seqrec.commands import repro
 
     empty = tmp_path_factory.mktemp("mlflow") / "empty.db"
     empty.write_bytes(unsynced.EMPTY)
