@@ -77,9 +77,11 @@ def fetch(output: Path, config: IngestConfig) -> dict[str, float]:
 def _recorded(project: DVCFileSystem) -> dict[str, tuple[str, str]]:
     """Return path and MD5 of the outputs of stage `ingest`, by file name."""
     lock: dict[str, Any] = yaml.safe_load(project.read_text("dvc.lock"))
-    if "ingest" not in lock.get("stages", {}):
+    outs = lock.get("stages", {}).get("ingest", {}).get("outs", ())
+    recorded = {posixpath.basename(out["path"]): (out["path"], out["md5"]) for out in outs}
+    if absent := [name for name in FILES if name not in recorded]:
         raise ConfigError(
-            "ingest.repository: dvc.lock has no stage `ingest`: run `dvc repro` in that project and commit"
+            f"ingest.repository: dvc.lock has no {absent[0]} of the stage `ingest`: run `dvc repro` in that project "
+            "and commit"
         )
-    outs = lock["stages"]["ingest"]["outs"]
-    return {posixpath.basename(out["path"]): (out["path"], out["md5"]) for out in outs}
+    return recorded

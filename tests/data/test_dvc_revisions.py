@@ -89,6 +89,18 @@ def test_a_wrong_revision_or_source_is_explained(project, tmp_path, changes, mes
         ingest(dataset="own", output=tmp_path / "data", downloads=tmp_path, config=config)
 
 
+@pytest.mark.parametrize("stages", [{}, {"ingest": {"outs": [{"path": f"data/{INTERACTIONS}", "md5": "0"}]}}])
+def test_a_lock_without_all_tables_is_explained(project, tmp_path, stages):
+    folder, _ = project
+    (folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": stages}))
+    git(folder, "commit", "--all", "--quiet", "--message", "without tables")
+    revision = git(folder, "rev-parse", "HEAD").strip()
+    git(folder, "reset", "--quiet", "--hard", "HEAD~1")
+
+    with pytest.raises(ConfigError, match=r"ingest\.repository: dvc\.lock has no \S+ of the stage `ingest`"):
+        ingest(dataset="own", output=tmp_path / "data", downloads=tmp_path, config=settings(folder, revision))
+
+
 def test_a_damaged_file_replaces_nothing(project, tmp_path):
     folder, revisions = project
     output = tmp_path / "data"
