@@ -177,11 +177,12 @@ def changed(changes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         yield environment
         return
     check(read)
-    text = read.as_yaml()
-    write_text(DURING, text)
+    write_text(DURING, read.as_yaml())
     with written(BEFORE) as partial:
         shutil.copy2(PARAMS, partial)
-    write_text(PARAMS.resolve(), text)  # the target of a link
+    with written(PARAMS.resolve()) as partial:  # the target of a link
+        shutil.copyfile(DURING, partial)
+        shutil.copymode(PARAMS, partial)
     try:
         yield environment | {CHANGES: json.dumps(changes)}
     finally:

@@ -181,6 +181,7 @@ def test_what_params_links_to_stays_as_it_was(params):
     with repro.changed({"finetune.epochs": 3}) as environment:
         assert load(params).section("finetune", model="sasrec").epochs == 3
         assert json.loads(environment[CHANGES]) == {"finetune.epochs": 3}
+        assert shared.stat().st_mode & 0o777 == 0o664
 
     assert params.is_symlink()
     assert params.read_bytes() == PARAMS.replace("\n", "\r\n").encode()
