@@ -203,7 +203,7 @@ def read_changes(text: str) -> dict[str, Any]:
     try:
         parts = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{text:.200}: {error}; a value with a quote needs other quotes around it") from error
+        raise ConfigError(f"{text:.200}: {error}; quote a value with a quotation mark or a backslash") from error
     for part in parts:
         path, equals, value = part.partition("=")
         if not equals or not path:

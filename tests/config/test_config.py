@@ -227,6 +227,7 @@ def test_whether_seen_items_are_removed_is_said_by_the_run_then_by_the_dataset_t
         ("finetune=3", "finetune: name a setting inside it"),
         ("finetune.epochs=[", "not valid YAML"),
         ("ingest.items=it's.csv", r"^ingest\.items=it's\.csv: No closing quotation"),
+        ("ingest.items=a\\", "No escaped character; quote a value with a quotation mark or a backslash"),
     ],
 )
 def test_a_wrong_change_is_refused_with_the_closest_key(text, message):
