@@ -52,7 +52,7 @@ def registry(
     if action == "promote" and not version:
         raise ConfigError("--version: name the version to promote; `seqrec registry show` lists them")
     if action != "promote" and version:
-        raise ConfigError(f"--version has no effect with {action}: to choose the champion, promote it")
+        raise ConfigError(f"--version has no effect with {action}, only with promote")
     with explained(config):
         _act(action, connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
