@@ -204,6 +204,8 @@ def test_a_setting_that_the_protocol_or_the_loss_does_not_read_is_named(tmp_path
     settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes | {"finetune.loss": "bce"}))
     assert "models.sasrec: finetune.gbce_t has no effect with bce, only with gbce" in caplog.text
     assert "negatives" not in caplog.text
+    settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes | {"finetune.loss": "ce"}))
+    assert "finetune.negatives has no effect with ce, only with sampled_ce or bce or gbce or bpr" in caplog.text
 
 
 def test_the_rules_set_nothing_that_the_loss_does_not_read(caplog):
