@@ -16,11 +16,12 @@ from typing import Any
 from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
+from seqrec.config.checks import Section
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
-PROTOCOLS = {  # settings of `prepare` -> the only protocols that read them
+PROTOCOLS_OF = {  # settings of `prepare` -> the only protocols that read them
     "val_users": ("LOO-full", "LOO-101"),
     "valid_share": ("RATIO-full", "temporal"),
     "test_share": ("RATIO-full", "temporal"),
@@ -28,7 +29,7 @@ PROTOCOLS = {  # settings of `prepare` -> the only protocols that read them
     "filter_on": ("temporal",),
 }
 SAMPLED = ("sampled_ce", "bce", "gbce", "bpr")
-LOSSES = {"negatives": SAMPLED, "sampler": SAMPLED, "gbce_t": ("gbce",)}  # settings of `finetune` -> their only losses
+LOSSES_OF = {"negatives": SAMPLED, "sampler": SAMPLED, "gbce_t": ("gbce",)}  # the same of `finetune` -> losses
 logger = logging.getLogger(__name__)
 
 
@@ -77,7 +78,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
     for model in params.leaderboard:
         _needs(params, model)
         finetune = params.section("finetune", model=model)
-        _warn_of_unread(f"models.{model}: finetune", finetune, finetune.loss, LOSSES)
+        _warn_of_unread(f"models.{model}: finetune", finetune, finetune.loss, LOSSES_OF)
     for dataset in (params.dataset, *params.sources) if ingests else ():
         from seqrec.data import sources
 
@@ -92,11 +93,11 @@ def check(params: Params, *, ingests: bool = True) -> None:
         except ConfigError as error:
             raise ConfigError(f"datasets.{dataset}.{error}") from error
         prepare = params.section("prepare", dataset=dataset)
-        _warn_of_unread(f"{dataset}: prepare", prepare, prepare.protocol, PROTOCOLS)
+        _warn_of_unread(f"{dataset}: prepare", prepare, prepare.protocol, PROTOCOLS_OF)
 
 
-def _warn_of_unread(section: str, config: Any, value: str, readers: Mapping[str, tuple[str, ...]]) -> None:
-    """Name each setting that is not at its default, though none of its `readers` is the `value` chosen."""
+def _warn_of_unread(section: str, config: Section, value: str, readers: Mapping[str, tuple[str, ...]]) -> None:
+    """Name each setting that is not at its default, although only other protocols or losses than `value` read it."""
     for name, only in readers.items():
         if value not in (*only, "auto") and getattr(config, name) not in ("auto", getattr(type(config), name)):
             logger.warning("%s.%s has no effect with %s, only with %s", section, name, value, " or ".join(only))
