@@ -1,5 +1,10 @@
 """Search for the settings of a count term on validation: a small grid, one axis after the other.
 
+The settings with the best NDCG@10 are chosen. Which they are depends on the few targets near the top. Beside a model,
+and with few cases, settings are therefore chosen by the mean logarithm of all ranks; then, the weight of popularity
+again by NDCG@10, because it moves the targets near the top and the others in opposite directions. A baseline scores
+items without counts all alike, so the ranks of such targets say nothing.
+
 Settings chosen on validation cases make validation metrics too optimistic. The search is therefore repeated on each
 half of the users, and in reported validation metrics each half is scored with the settings that the other half chose.
 """
@@ -18,22 +23,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqrec.config import CountsConfig, FinetuneConfig, parse
-from seqrec.counts.case_ndcg import CaseNdcg, ndcg_of_weights, remembered
+from seqrec.counts.case_ranks import CaseRanks, remembered
 from seqrec.counts.table import CountTable
 from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
-from seqrec.evaluation import ranking
+from seqrec.evaluation import metrics, ranking
 from seqrec.evaluation.ranking import Scorer
 from seqrec.models.base import SequenceModel
 
 logger = logging.getLogger(__name__)
-CASES = (1_000, 4_000)  # most validation cases to rank: for a huge catalogue, and for one of up to 30,000 items
-SCORES = 120_000_000  # between them, maximum number of scores
+CASES = (500, 4_000)  # most validation cases to rank: for a huge catalogue, and for one of up to 15,000 items
+SCORES = 60_000_000  # between them, maximum number of scores
+ALONE_CASES = 1_000  # the same as the first of CASES without a model, where settings are fewer
+FEW = 2_000  # with more cases, NDCG@10 decides
 PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
 ROUNDS = 2  # rounds over all axes
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 AnyAxis = Axis | Callable[[CountsConfig], Axis]  # or what gives them for the settings found so far
+Ranks = NDArray[np.float64]  # (C,), 1-based
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
@@ -94,53 +102,69 @@ class Choice:
         return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}
 
 
+def by_ndcg(rank_C: Ranks) -> Ranks:
+    """Return NDCG@10 of each case."""
+    return metrics.ndcg(rank_C, 10)
+
+
+def by_rank(rank_C: Ranks) -> Ranks:
+    """Return minus the logarithm of each rank."""
+    return -np.log(rank_C)
+
+
 def search(
-    ndcg_of: Callable[[CountsConfig], NDArray[np.float64]],
+    ranks_of: Callable[[CountsConfig], Ranks],
     user: Tensor,
     starts: Sequence[CountsConfig],
     axes: Sequence[AnyAxis],
     again: CountsConfig | None = None,
+    value: Callable[[Ranks], Ranks] = by_ndcg,
 ) -> Choice:
-    """Return the settings with the best mean NDCG@10 on all users, and on each half of the users.
+    """Return the settings with the best mean value on all users, and on each half of the users.
 
     A search by axes may end before the best settings; for all users, those of the halves are therefore rivals too.
 
     Args:
-        ndcg_of: function from settings to NDCG@10 of each case.
+        ranks_of: function from settings to the rank of each case's target.
         user: user of each case.
         starts: initial settings for all users, for those of even index and for the others; they are kept unless others
             are better.
         axes: alternatives, tried axis by axis.
         again: initial settings of another search where the first one finds nothing better than its start.
+        value: function from ranks to the value of each case.
     """
-    ndcg, odd = functools.cache(ndcg_of), (user % 2 == 1).cpu().numpy()
+    odd = (user % 2 == 1).cpu().numpy()
+
+    @functools.cache
+    def value_of(config: CountsConfig) -> Ranks:
+        return value(ranks_of(config))
 
     def best(start: CountsConfig, chosen: NDArray[np.bool_]) -> CountsConfig:
-        found = _descend(ndcg, start, axes, chosen)
+        found = _descend(value_of, start, axes, chosen)
         if found != start or again is None:
             return found
-        return max(found, _descend(ndcg, again, axes, chosen), key=lambda values: _mean(ndcg(values), chosen))
+        return max(found, _descend(value_of, again, axes, chosen), key=lambda config: _mean(value_of(config), chosen))
 
     found = best(starts[0], np.ones(len(odd), dtype=bool))
     folds = (best(starts[1], odd), best(starts[2], ~odd))
     if not len(user):  # no validation case has a history
         return Choice(found, folds, 0.0, 0.0)
-    found = max([found, *folds], key=lambda values: float(ndcg(values).mean()))
-    cross_fitted = np.where(odd, ndcg(folds[1]), ndcg(folds[0])).mean()
-    logger.debug("counts: tried %d settings on %d validation cases", ndcg.cache_info().currsize, len(user))
-    return Choice(found, folds, float(ndcg(found).mean()), float(cross_fitted))
+    found = max([found, *folds], key=lambda config: float(value_of(config).mean()))
+    cross_fitted = by_ndcg(np.where(odd, ranks_of(folds[1]), ranks_of(folds[0]))).mean()
+    logger.debug("counts: tried %d settings on %d validation cases", value_of.cache_info().currsize, len(user))
+    return Choice(found, folds, float(by_ndcg(ranks_of(found)).mean()), float(cross_fitted))
 
 
-def drawn_cases(data: Sequences, tables: Tables) -> Cases:
+def drawn_cases(data: Sequences, tables: Tables, least: int = CASES[0]) -> Cases:
     """Return a random sample of the validation cases with a history, at least one, in their order.
 
-    Unless it is a dense matrix, the cases read at most PAIRS entries of the default table in total.
+    Of a huge catalogue, at most `least` cases are drawn. Unless it is a dense matrix, the cases read at most PAIRS
+    entries of the default table in total.
     """
     cases = sequences.cases(data, "valid")
     with_history = (cases.position > data.start.to(cases.position.device)[cases.user]).nonzero().squeeze(1)
     order = torch.randperm(len(with_history), generator=torch.Generator().manual_seed(0))
-    least, most = CASES
-    drawn = with_history.cpu()[order[: min(most, max(least, SCORES // data.num_items))]]
+    drawn = with_history.cpu()[order[: min(CASES[1], max(least, SCORES // data.num_items))]]
     config = CountsConfig()
     term = tables.built(config)
     if not term.is_small:
@@ -153,7 +177,7 @@ def drawn_cases(data: Sequences, tables: Tables) -> Cases:
 
 
 def _descend(
-    ndcg: Callable[[CountsConfig], NDArray[np.float64]],
+    value_of: Callable[[CountsConfig], Ranks],
     start: CountsConfig,
     axes: Sequence[AnyAxis],
     chosen: NDArray[np.bool_],
@@ -165,14 +189,14 @@ def _descend(
         for axis in axes:
             changes = axis(best) if callable(axis) else axis
             rivals = [replace(best, **change) for change in changes]
-            best = max([best, *rivals], key=lambda values: _mean(ndcg(values), chosen))
+            best = max([best, *rivals], key=lambda config: _mean(value_of(config), chosen))
         if best == before:
             break
     return best
 
 
-def _mean(ndcg: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
-    return float(ndcg[chosen].mean()) if chosen.any() else 0.0
+def _mean(value_C: Ranks, chosen: NDArray[np.bool_]) -> float:
+    return float(value_C[chosen].mean()) if chosen.any() else 0.0
 
 
 class Tables:
@@ -217,41 +241,39 @@ def choose(
     axes: Sequence[AnyAxis] = ADDED,
     again: CountsConfig | None = None,
     further: Sequence[str] = (),
+    alone: bool = False,
 ) -> Choice:
     """Return the settings of the count term that improves `base` most; see `search` for `start`, `axes` and `again`.
 
     The `further` terms, ease and repeats, are tried one after the other with the best settings so far, and kept if they
-    improve them. `tables` are on the host, and `data` is on the device of the model.
+    improve them. `alone` says that `base` is the constant of a baseline, not a model. `tables` are on the host, and
+    `data` is on the device of the model.
     """
-    cases, base = drawn_cases(data, tables), remembered(base)
-    ndcg = CaseNdcg(base, data, cases, filter_seen=filter_seen)
-    found = search(lambda config: ndcg(tables.built(config)), cases.user, [start] * 3, axes, again)
+    cases, base = drawn_cases(data, tables, ALONE_CASES if alone else CASES[0]), remembered(base)
+    value = by_ndcg if alone or len(cases) > FEW else by_rank
+    ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)
+    ranks_of = functools.cache(lambda config: ranks(tables.built(config)))
+    found = search(ranks_of, cases.user, [start] * 3, axes, again, value)
+    if value is by_rank:
+        found = search(ranks_of, cases.user, [found.values, *found.folds], [popularities])
 
     @functools.cache
-    def beside(counts: CountsConfig) -> CaseNdcg:
-        """Return what ranks the cases by the scores with `counts`, which are not kept: EASE's votes take gigabytes."""
-        return CaseNdcg(tables.scorer(base, counts, data.device), data, cases, filter_seen=filter_seen)
-
-    @functools.cache
-    def by_weight(counts: CountsConfig, name: str, decay: Any) -> NDArray[np.float64]:
-        """Return NDCG@10 (len(WEIGHTS), C) of a further term added to the scores with `counts`."""
+    def by_weight(counts: CountsConfig, name: str, decay: Any) -> Ranks:
+        """Return the ranks (len(WEIGHTS), C) with a further term added to the scores with `counts`."""
         settings: dict[str, Any] = {name: 1.0, f"{name}_decay": decay}
         votes = tables.built(replace(counts, **settings).further[name])
-        if name == "repeats" and not votes.is_small:
-            return np.stack([beside(counts)(replace(votes, alpha=weight)) for weight in WEIGHTS])
-        scorer = tables.scorer(base, counts, data.device)
-        return ndcg_of_weights(scorer, votes.to(data.device), WEIGHTS, data, cases, filter_seen=filter_seen)
+        beside = CaseRanks(tables.scorer(base, counts, data.device), data, cases, filter_seen=filter_seen)
+        return beside.weighted(votes, WEIGHTS)
 
     for name in further:
 
-        def added(config: CountsConfig, name: str = name) -> NDArray[np.float64]:
+        def added(config: CountsConfig, name: str = name) -> Ranks:
             without: dict[str, Any] = {name: 0.0, f"{name}_decay": FURTHER_DECAYS[name][0]}
-            counts = replace(config, **without)
-            ndcg_WC = by_weight(counts, name, getattr(config, f"{name}_decay"))
-            return ndcg_WC[WEIGHTS.index(getattr(config, name))]  # type: ignore[no-any-return]
+            rank_WC = by_weight(replace(config, **without), name, getattr(config, f"{name}_decay"))
+            return rank_WC[WEIGHTS.index(getattr(config, name))]  # type: ignore[no-any-return]
 
         axis = [{name: weight, f"{name}_decay": decay} for decay in FURTHER_DECAYS[name] for weight in WEIGHTS]
-        found = search(added, cases.user, [found.values, *found.folds], [axis])
+        found = search(added, cases.user, [found.values, *found.folds], [axis], value=value)
     return found
 
 

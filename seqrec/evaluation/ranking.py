@@ -272,8 +272,8 @@ def _rank_block(
     all_above, all_equal, seen_above, seen_equal = goal.new_zeros(4, len(user), dtype=torch.int64)
     best = (goal.new_empty(len(user), 0), target.new_empty(len(user), 0))
     for first, score in blocks():
-        all_above += _per_row(score > goal)
-        all_equal += _per_row(score == goal)
+        all_above += per_row(score > goal)
+        all_equal += per_row(score == goal)
         row, column = seen.within(first, score)
         scored = score[row, column]
         seen_above += torch.bincount(row[scored > goal[row, 0]], minlength=len(user))
@@ -288,7 +288,7 @@ def _rank_block(
     return mid_rank(above, equal), mid_rank(all_above, all_equal), sampled, ties, top, best[0]
 
 
-def _per_row(true_BI: Tensor) -> Tensor:
+def per_row(true_BI: Tensor) -> Tensor:
     """Return the number of true entries in each row; on the host by numpy, six times as fast as torch."""
     if true_BI.device.type != "cpu":
         return true_BI.sum(1)

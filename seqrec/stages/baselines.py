@@ -210,7 +210,8 @@ def write(
         settings, entry = counts_config(chosen), dict(chosen)
     elif start and name in AXES:
         scorer = ranking.model_scorer(net.eval())
-        choice = search.choose(scorer, tables, data, filter_seen=filter_seen, start=start, axes=AXES[name])
+        axes = AXES[name]
+        choice = search.choose(scorer, tables, data, filter_seen=filter_seen, start=start, axes=axes, alone=True)
         settings, entry = choice.values, choice.card()
     counts = tables.built(settings) if settings else None
     content = (name, filter_seen, entry, facts)
