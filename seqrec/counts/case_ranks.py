@@ -18,8 +18,9 @@ from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import ranking
 from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 
+CASES_AT_ONCE = 1_024  # whose histories a model on a GPU encodes in one pass
 CELLS_AT_ONCE = 1_000_000  # scores of a block, which stay in the caches
-SCORES = 60_000_000  # maximum number of scores that are kept, 240 MB; of larger catalogues, they are computed again
+SCORES = 60_000_000  # maximum number of scores that are kept, 240 MB; if there are more, each term computes them again
 
 
 class CaseRanks:
@@ -28,17 +29,17 @@ class CaseRanks:
     def __init__(self, base: Scorer, data: Sequences, cases: Cases, *, filter_seen: bool) -> None:
         """Store the cases to rank, each with a history; `data` is on the device of `base`."""
         self.base, self.data, self.cases, self.filter_seen = base, data, cases, filter_seen
-        at_once = max(1, CELLS_AT_ONCE // data.num_items)
+        at_once = max(1, min(CASES_AT_ONCE, CELLS_AT_ONCE // data.num_items))
         self.rows = ranking.case_blocks(cases.position - data.start[cases.user], at_once)
         self.kept: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, term: CountTerm) -> NDArray[np.float64]:
         """Return the mid-ranks (C,) of the targets with `term` added to the base scores."""
-        term = term.to(self.data.device)
+        term, keeps = term.to(self.data.device), len(self.cases) * self.data.num_items <= SCORES
         ranks = [
             _ranks(term.adder(term.histories(self.data, user, stop))(base_BV.clone(), 0), target_B1)
-            for user, stop, target_B1, base_BV in self._blocks()
+            for user, stop, target_B1, base_BV in self._blocks(keeps)
         ]
         return torch.cat([torch.empty(0, dtype=torch.float64), *ranks]).numpy()
 
@@ -47,15 +48,14 @@ class CaseRanks:
         """Return the mid-ranks (W, C) with `term` times each weight added to the base scores."""
         term = term.to(self.data.device)
         ranks = [torch.empty(len(weights), 0, dtype=torch.float64)]
-        for user, stop, target_B1, base_BV in self._blocks():
+        for user, stop, target_B1, base_BV in self._blocks(keeps=False):
             vote_BV = term.adder(term.histories(self.data, user, stop))(torch.zeros_like(base_BV), 0)
             scores = (torch.add(base_BV, vote_BV, alpha=weight) for weight in weights)
             ranks.append(torch.stack([_ranks(score_BV, target_B1) for score_BV in scores]))
         return torch.cat(ranks, 1).numpy()
 
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return user, stop, target (B, 1) and base scores (B, V) of each block of cases."""
-        keeps = len(self.cases) * self.data.num_items <= SCORES
+    def _blocks(self, keeps: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield user, stop, target (B, 1) and base scores (B, V) of each block of cases; `keeps` the scores."""
         for rows in self.rows:
             user, stop = self.cases.user[rows], self.cases.position[rows]
             target_B1 = self.data.sent(self.data.items[stop].long().unsqueeze(1))

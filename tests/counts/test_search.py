@@ -124,7 +124,8 @@ def test_the_ranks_of_a_search_are_those_of_a_ranking(data, values, filter_seen,
     base_VD = torch.randn(len(data.count), 4, generator=torch.Generator().manual_seed(0)).round()  # ties
 
     def base(_, user, stop):
-        return lambda: iter([(1, base_VD[data.items[stop - 1].long()] @ base_VD[1:].T)])
+        score = base_VD[data.items[stop - 1].long()] @ base_VD[1:].T
+        return lambda: iter([(1, score[:, :15].clone()), (16, score[:, 15:].clone())])
 
     ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)
 
@@ -149,9 +150,9 @@ def test_a_further_term_is_weighed_as_it_is_ranked(data, filter_seen, square, mo
     base = tables.scorer(nothing, CountsConfig(popularity=-0.2), data.device)
     votes, (how,) = tables.built(CountsConfig(values=name, events=20, **decay)), decay.values()
 
-    found = CaseRanks(base, data, cases, filter_seen=filter_seen).weighted(votes, (0.0, 30.0))
+    found = CaseRanks(base, data, cases, filter_seen=filter_seen).weighted(votes, (30.0, 0.0))
 
-    for weight, ours in zip((0.0, 30.0), found, strict=True):
+    for weight, ours in zip((30.0, 0.0), found, strict=True):
         settings = {name: weight, f"{name}_decay": how, "ease_events": 20}
         both = tables.built(CountsConfig(popularity=-0.2, **settings))
         ranked = ranking.rank(with_counts(nothing, both), data, cases, filter_seen=filter_seen, both=False)
