@@ -1,9 +1,9 @@
 """Search for the settings of a count term on validation: a small grid, one axis after the other.
 
-The settings with the best NDCG@10 are chosen. Which they are depends on the few targets near the top. Beside a model,
-and with few cases, settings are therefore chosen by the mean logarithm of all ranks; then, the weight of popularity
-again by NDCG@10, because it moves the targets near the top and the others in opposite directions. A baseline scores
-items without counts all alike, so the ranks of such targets say nothing.
+With many cases, the settings with the best NDCG@10 are chosen. With few cases, too few targets are near the top for
+that. Beside a model, the mean logarithm of all ranks then decides. Afterwards, NDCG@10 chooses the weight of popularity
+again, because it moves the targets near the top and the others in opposite directions. Baselines always use NDCG@10:
+they score all items without counts alike, so the ranks of such targets say nothing.
 
 Settings chosen on validation cases make validation metrics too optimistic. The search is therefore repeated on each
 half of the users, and in reported validation metrics each half is scored with the settings that the other half chose.
@@ -29,19 +29,20 @@ from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation.metrics import FloatArray
 from seqrec.evaluation.ranking import Scorer
 from seqrec.models.base import SequenceModel
 
 logger = logging.getLogger(__name__)
-CASES = (500, 4_000)  # most validation cases to rank: for a huge catalogue, and for one of up to 15,000 items
-SCORES = 60_000_000  # between them, maximum number of scores
-ALONE_CASES = 1_000  # the same as the first of CASES without a model, where settings are fewer
-FEW = 2_000  # with more cases, NDCG@10 decides
+CASES = 4_000  # most validation cases to rank
+SCORES = 60_000_000  # most scores of these cases: of catalogues with more than 15,000 items, fewer cases are ranked
+LEAST = 500  # cases that are ranked even if they have more scores than that
+LEAST_ALONE = 1_000  # the same for a baseline, which has fewer settings to try
+FEW = 2_000  # with up to so many cases, ranks decide beside a model
 PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
 ROUNDS = 2  # rounds over all axes
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 AnyAxis = Axis | Callable[[CountsConfig], Axis]  # or what gives them for the settings found so far
-Ranks = NDArray[np.float64]  # (C,), 1-based
 
 SMOOTHING = (0.03, 0.1, 0.3, 1.0)  # tau / |I|
 POPULARITY = (-0.4, -0.2, -0.1, -0.05, 0.0)  # lambda; more weight on popularity rarely helps
@@ -102,23 +103,23 @@ class Choice:
         return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}
 
 
-def by_ndcg(rank_C: Ranks) -> Ranks:
+def by_ndcg(rank_C: FloatArray) -> FloatArray:
     """Return NDCG@10 of each case."""
     return metrics.ndcg(rank_C, 10)
 
 
-def by_rank(rank_C: Ranks) -> Ranks:
+def by_rank(rank_C: FloatArray) -> FloatArray:
     """Return minus the logarithm of each rank."""
     return -np.log(rank_C)
 
 
 def search(
-    ranks_of: Callable[[CountsConfig], Ranks],
+    ranks_of: Callable[[CountsConfig], FloatArray],
     user: Tensor,
     starts: Sequence[CountsConfig],
     axes: Sequence[AnyAxis],
     again: CountsConfig | None = None,
-    value: Callable[[Ranks], Ranks] = by_ndcg,
+    value: Callable[[FloatArray], FloatArray] = by_ndcg,
 ) -> Choice:
     """Return the settings with the best mean value on all users, and on each half of the users.
 
@@ -136,7 +137,7 @@ def search(
     odd = (user % 2 == 1).cpu().numpy()
 
     @functools.cache
-    def value_of(config: CountsConfig) -> Ranks:
+    def value_of(config: CountsConfig) -> FloatArray:
         return value(ranks_of(config))
 
     def best(start: CountsConfig, chosen: NDArray[np.bool_]) -> CountsConfig:
@@ -155,16 +156,16 @@ def search(
     return Choice(found, folds, float(by_ndcg(ranks_of(found)).mean()), float(cross_fitted))
 
 
-def drawn_cases(data: Sequences, tables: Tables, least: int = CASES[0]) -> Cases:
+def drawn_cases(data: Sequences, tables: Tables, least: int = LEAST) -> Cases:
     """Return a random sample of the validation cases with a history, at least one, in their order.
 
-    Of a huge catalogue, at most `least` cases are drawn. Unless it is a dense matrix, the cases read at most PAIRS
-    entries of the default table in total.
+    A large catalogue lowers the maximum number of cases, but not below `least`. Unless it is a dense matrix, the cases
+    read at most PAIRS entries of the default table in total.
     """
     cases = sequences.cases(data, "valid")
     with_history = (cases.position > data.start.to(cases.position.device)[cases.user]).nonzero().squeeze(1)
     order = torch.randperm(len(with_history), generator=torch.Generator().manual_seed(0))
-    drawn = with_history.cpu()[order[: min(CASES[1], max(least, SCORES // data.num_items))]]
+    drawn = with_history.cpu()[order[: min(CASES, max(least, SCORES // data.num_items))]]
     config = CountsConfig()
     term = tables.built(config)
     if not term.is_small:
@@ -177,7 +178,7 @@ def drawn_cases(data: Sequences, tables: Tables, least: int = CASES[0]) -> Cases
 
 
 def _descend(
-    value_of: Callable[[CountsConfig], Ranks],
+    value_of: Callable[[CountsConfig], FloatArray],
     start: CountsConfig,
     axes: Sequence[AnyAxis],
     chosen: NDArray[np.bool_],
@@ -195,7 +196,7 @@ def _descend(
     return best
 
 
-def _mean(value_C: Ranks, chosen: NDArray[np.bool_]) -> float:
+def _mean(value_C: FloatArray, chosen: NDArray[np.bool_]) -> float:
     return float(value_C[chosen].mean()) if chosen.any() else 0.0
 
 
@@ -249,7 +250,7 @@ def choose(
     improve them. `alone` says that `base` is the constant of a baseline, not a model. `tables` are on the host, and
     `data` is on the device of the model.
     """
-    cases, base = drawn_cases(data, tables, ALONE_CASES if alone else CASES[0]), remembered(base)
+    cases, base = drawn_cases(data, tables, LEAST_ALONE if alone else LEAST), remembered(base)
     value = by_ndcg if alone or len(cases) > FEW else by_rank
     ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)
     ranks_of = functools.cache(lambda config: ranks(tables.built(config)))
@@ -258,7 +259,7 @@ def choose(
         found = search(ranks_of, cases.user, [found.values, *found.folds], [popularities])
 
     @functools.cache
-    def by_weight(counts: CountsConfig, name: str, decay: Any) -> Ranks:
+    def by_weight(counts: CountsConfig, name: str, decay: Any) -> FloatArray:
         """Return the ranks (len(WEIGHTS), C) with a further term added to the scores with `counts`."""
         settings: dict[str, Any] = {name: 1.0, f"{name}_decay": decay}
         votes = tables.built(replace(counts, **settings).further[name])
@@ -267,7 +268,7 @@ def choose(
 
     for name in further:
 
-        def added(config: CountsConfig, name: str = name) -> Ranks:
+        def added(config: CountsConfig, name: str = name) -> FloatArray:
             without: dict[str, Any] = {name: 0.0, f"{name}_decay": FURTHER_DECAYS[name][0]}
             rank_WC = by_weight(replace(config, **without), name, getattr(config, f"{name}_decay"))
             return rank_WC[WEIGHTS.index(getattr(config, name))]  # type: ignore[no-any-return]
