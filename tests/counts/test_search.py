@@ -111,6 +111,24 @@ def test_beside_a_model_and_with_few_cases_popularity_alone_is_chosen_by_ndcg(da
     assert chosen() == (2.0, False)
 
 
+def test_a_search_by_ranks_keeps_the_halves_apart(data, monkeypatch):
+    """Alpha 2 helps users of even index alone, so users of odd index alone may get it."""
+
+    class Ranks:
+        def __init__(self, base, data, cases, *, filter_seen):
+            self.even = cases.user.numpy() % 2 == 0
+
+        def __call__(self, counts):
+            return np.where(self.even == (counts.alpha == 2.0), 20.0, 30.0)
+
+    monkeypatch.setattr(search, "CaseRanks", Ranks)
+    start, axes = CountsConfig(alpha=1.0), [[{"alpha": 2.0}]]
+
+    folds = search.choose(nothing, Tables(data), data, filter_seen=True, start=start, axes=axes).folds
+
+    assert [fold.alpha for fold in folds] == [1.0, 2.0]
+
+
 WAYS = [(True, True), (False, True), (False, False)]  # a dense matrix or pairs, and whether seen items are left out
 TERMS = [
     {},
