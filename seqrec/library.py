@@ -422,7 +422,8 @@ def load(place: str | Path) -> Model:
     with ExitStack() as stack:
         folder = stack.enter_context(located(place))
         if not (folder / MODEL_CARD).is_file():
-            raise ValueError(f"{place} holds no model")
+            inside = ", ".join(str(card.parent) for card in sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}")))
+            raise ValueError(f"{place} holds no model{inside and f': name one of {inside}'}")
         return Model(folder, keep=stack.pop_all())
 
 
