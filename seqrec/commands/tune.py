@@ -69,14 +69,18 @@ class Search:
         return asdict(parse(cls, settled(config), f"models.{self.model}.options")) | config.options
 
     def check(self) -> None:
-        """Check that the ends of each range are valid together with the other settings.
+        """Check that the ends of each range, and a value in between, are valid together with the other settings.
 
         Raises:
-            ConfigError: an end is not; the message names the key.
+            ConfigError: one is not; the message names the key.
         """
         self.options(self.params({}))
         for key, span in self.space.items():
-            for value in span.choices or (span.low, span.high):
+            found = _distribution(span)
+            between = []
+            if isinstance(found, FloatDistribution):  # a setting may take whole numbers only
+                between = [found.low + (found.step or (found.high - found.low) / 3.1)]
+            for value in span.choices or (span.low, span.high, *between):
                 try:
                     self.options(self.params({key: value}))
                 except ConfigError as error:

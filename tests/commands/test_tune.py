@@ -317,6 +317,8 @@ RATE = "finetune.learning_rate"
         ({"gru": {RATE: {"choices": [1]}}}, r"tune\.spaces\.gru: no entry models\.gru; known are sasrec"),
         ({"sasrec": {RATE: {"low": 1e-6, "high": 1e-2}}}, "learning_rate: 1e-06 contradicts the other settings"),
         ({"sasrec": {"options.dropout": {"choices": [0.1, 2]}}}, r"sasrec\.options\.dropout: 2 contradicts"),
+        ({"sasrec": {"options.layers": {"low": 1.0, "high": 3.0}}}, r"options\.layers: 1\.6.* valid integer"),
+        ({"sasrec": {"options.layers": {"low": 1, "high": 3, "step": 0.5}}}, r"options\.layers: 1\.5 contradicts"),
         ({"sasrec": {"options.heads": {"choices": [1, 3]}}}, r"sasrec\.options\.heads: 3 contradicts"),
     ],
 )
