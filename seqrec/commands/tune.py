@@ -79,7 +79,7 @@ class Search:
             found = _distribution(span)
             between = []
             if isinstance(found, FloatDistribution):  # a setting may take whole numbers only
-                between = [found.low + (found.step or (found.high - found.low) / 3.1)]
+                between = [min(found.high, found.low + (found.step or (found.high - found.low) / 3.1))]
             for value in span.choices or (span.low, span.high, *between):
                 try:
                     self.options(self.params({key: value}))
