@@ -39,6 +39,7 @@ from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_checkpoint
+from seqrec.training.saved import models_of_run
 
 if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
@@ -422,8 +423,8 @@ def load(place: str | Path) -> Model:
     with ExitStack() as stack:
         folder = stack.enter_context(located(place))
         if not (folder / MODEL_CARD).is_file():
-            inside = ", ".join(str(card.parent) for card in sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}")))
-            raise ValueError(f"{place} holds no model{inside and f': name one of {inside}'}")
+            found = models_of_run(folder)
+            raise ValueError(f"{place} holds no model{found and f': name one of {found}'}")
         return Model(folder, keep=stack.pop_all())
 
 

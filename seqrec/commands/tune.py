@@ -78,7 +78,7 @@ class Search:
         for key, span in self.space.items():
             found = _distribution(span)
             between = []
-            if isinstance(found, FloatDistribution):  # a setting may take whole numbers only
+            if isinstance(found, FloatDistribution):  # both ends may be whole numbers, and the setting allow no others
                 between = [min(found.high, found.low + (found.step or (found.high - found.low) / 3.1))]
             for value in span.choices or (span.low, span.high, *between):
                 try:

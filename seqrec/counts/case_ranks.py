@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from seqrec.counts.term import CountTerm
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import ranking
+from seqrec.evaluation.metrics import FloatArray
 from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 
 CASES_AT_ONCE = 1_024  # whose histories a model on a GPU encodes in one pass
@@ -34,7 +33,7 @@ class CaseRanks:
         self.kept: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, term: CountTerm) -> NDArray[np.float64]:
+    def __call__(self, term: CountTerm) -> FloatArray:
         """Return the mid-ranks (C,) of the targets with `term` added to the base scores."""
         term, keeps = term.to(self.data.device), len(self.cases) * self.data.num_items <= SCORES
         ranks = [
@@ -44,7 +43,7 @@ class CaseRanks:
         return torch.cat([torch.empty(0, dtype=torch.float64), *ranks]).numpy()
 
     @torch.no_grad()
-    def weighted(self, term: CountTerm, weights: Sequence[float]) -> NDArray[np.float64]:
+    def weighted(self, term: CountTerm, weights: Sequence[float]) -> FloatArray:
         """Return the mid-ranks (W, C) with `term` times each weight added to the base scores."""
         term = term.to(self.data.device)
         ranks = [torch.empty(len(weights), 0, dtype=torch.float64)]

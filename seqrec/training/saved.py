@@ -146,11 +146,15 @@ def read(folder: Path) -> Saved:
     return Saved(folder=folder, card=card, files={name: (folder / name).read_bytes() for name in card["files"]})
 
 
+def models_of_run(folder: Path) -> str:
+    """Return the folders of the models in the output of a run, separated by commas; empty if there are none."""
+    return ", ".join(str(card.parent) for card in sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}")))
+
+
 def _read_card(folder: Path) -> dict[str, Any]:
     """Return the card in `folder`, with the defaults of `Card`."""
     path = folder / MODEL_CARD
-    if not path.is_file() and (models := sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}"))):
-        found = ", ".join(str(model.parent) for model in models)
+    if not path.is_file() and (found := models_of_run(folder)):
         raise FileNotFoundError(f"{folder} is the output of a run, not a model; name one of {found}")
     content = read_json(path)
     files = content.get("files")
