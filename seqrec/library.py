@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from seqrec import config, locks
-from seqrec.artifacts import LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_json, sha256, write_text
+from seqrec.artifacts import ITEMS, LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_json, sha256, write_text
 from seqrec.commands import auto, auto_data, run
 from seqrec.commands.auto_plan import Plan, refuse_others
 from seqrec.commands.auto_training import model_settings, train
@@ -37,6 +37,7 @@ from seqrec.models import REGISTRY
 from seqrec.models.optional import SelfSupervised
 from seqrec.pipeline import BASELINES, BY_NAME
 from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
+from seqrec.serving.rules import Attributes
 from seqrec.training.auto_settings import Shape
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.saved import models_of_run
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # taken from the extra `validation`
     import polars as pl
 
 OF_DATA = ("dataset", "datasets", "sources", "ingest", "validate", "prepare")  # settings of the tables
-EVENTS, ITEMS, PLAN = "events.parquet", "items.parquet", "fit.json"
+EVENTS, PLAN = "events.parquet", "fit.json"
 logger = logging.getLogger(__name__)
 TRAINING = threading.Lock()  # all threads share torch's random state, so that two trainings at once would change it
 ARGUMENTS = {  # flag of `seqrec auto` -> argument here
@@ -69,10 +70,10 @@ class Dataset:
         cls,
         frame: Any,
         *,
-        user: str = "",
-        item: str = "",
-        time: str = "",
-        title: str = "",
+        user: str | int = "",
+        item: str | int = "",
+        time: str | int = "",
+        title: str | int = "",
         time_format: str = "",
         items: Any = None,
         max_cases: int = 0,
@@ -94,10 +95,11 @@ class Dataset:
         Raises:
             ValueError: the log cannot be read or split, or `folder` holds another one.
         """
+        max_cases = _plain(max_cases)
         check_value("max_cases", Count, max_cases)
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
-        about: dict[str, Any] = {"columns": {name: column for name, column in columns.items() if column}}
+        about: dict[str, Any] = {"columns": {name: str(column) for name, column in columns.items() if column != ""}}
         with _held(place):
             _refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
@@ -210,8 +212,14 @@ class Model:
 
     @cached_property
     def recommender(self) -> Recommender:
-        """The model as the service answers with it: rules, similar items, several requests at once."""
-        return Recommender.from_checkpoint(self.checkpoint)
+        """The model as the service answers with it: rules, similar items, several requests at once.
+
+        Rules may name the attributes in the table of items of its dataset, if both are known.
+        """
+        recommender = Recommender.from_checkpoint(self.checkpoint)
+        if self.data is not None and (items := self.data.folder / "data" / ITEMS).is_file():
+            recommender.attributes = Attributes.read(items, recommender.item_ids)
+        return recommender
 
     def evaluate(self, data: Dataset | None = None) -> Evaluation:
         """Return the figures of the stage evaluate.
@@ -353,9 +361,9 @@ def fit(
         raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
+    minutes, seed, options = map(_plain, (minutes, seed, options))
     if minutes is not None:
         check_value("minutes", Minutes, minutes)
-    options = _plain(options)
     pretrain = _parsed(PretrainConfig, pretrain, "pretrain")
     finetune = _parsed(FinetuneConfig, finetune, "finetune")
     place, keep = _working(folder)
@@ -452,8 +460,8 @@ def _checked(data: Any) -> Dataset:
     return data
 
 
-def _plain(settings: Mapping[str, Any] | None) -> Any:
-    """Return settings as JSON has them, without tuples and numbers of numpy."""
+def _plain(settings: Any) -> Any:
+    """Return a setting, or a mapping of settings, as JSON has them, without tuples and numbers of numpy."""
     return json.loads(json.dumps(settings, default=lambda value: getattr(value, "item", value.__str__)()))
 
 

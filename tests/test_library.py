@@ -75,7 +75,7 @@ def test_a_model_that_the_settings_search_is_trained_by_itself(data, tmp_path):
 
 
 def test_a_sample_of_the_cases_can_be_ranked(data):
-    some = seqrec.Dataset.from_frame(frame().lazy(), max_cases=20)
+    some = seqrec.Dataset.from_frame(frame().lazy(), max_cases=np.int64(20))
 
     assert some.card["counts"]["events"] == data.card["counts"]["events"]
     values = [seqrec.fit(one, "popularity").evaluate().metrics["test/cases"] for one in (data, some)]
@@ -201,8 +201,10 @@ def test_ids_may_be_numbers_as_in_the_log():
 
 def test_a_frame_of_pandas_gives_the_same_split(data):
     other = seqrec.Dataset.from_frame(frame().to_pandas())
+    numbered = frame().to_pandas().set_axis(range(4), axis=1)
 
     assert other.card["split_sha256"] == data.card["split_sha256"]
+    assert seqrec.Dataset.from_frame(numbered, user=0, item=1, time=2).card["split_sha256"] == data.card["split_sha256"]
     assert other.columns == {"user_id": "Customer ID", "item_id": "SKU", "timestamp": "bought_at"}
     assert "60 users" in repr(other)
 
@@ -210,10 +212,14 @@ def test_a_frame_of_pandas_gives_the_same_split(data):
 def test_columns_and_items_can_be_named(tmp_path):
     log = frame().select(pl.col("Customer ID").alias("a"), pl.col("SKU").alias("b"), pl.col("bought_at").alias("c"))
     items = pl.DataFrame({"b": [f"i{n}" for n in range(40)], "title": [f"Label {n}" for n in range(40)]})
+    items = items.with_columns(kind=pl.int_range(40) % 3)
 
     made = seqrec.Dataset.from_frame(log.to_arrow(), user="a", item="b", time="c", items=items, folder=tmp_path)
 
     assert pl.read_parquet(tmp_path / "data" / "items.parquet").row(3)[:2] == ("i3", "Label 3")
+    chosen = seqrec.fit(made, "popularity").recommend(["i3"], filter={"kind": ["1"]})
+    assert len(chosen)
+    assert set(chosen["item"]) <= {f"i{n}" for n in range(1, 40, 3)}
     with pytest.raises(ValueError, match=r"folder=: .* belongs to other data or other flags .*: name another folder"):
         seqrec.Dataset.from_frame(log.head(100), user="a", item="b", time="c", folder=tmp_path)
     assert not list(tmp_path.glob("*.new"))
@@ -231,7 +237,7 @@ def test_numbers_may_be_text_or_those_of_numpy(data, tmp_path):
 
 
 def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
-    call = {"minutes": 0.01, "options": OPTIONS, "folder": tmp_path}
+    call = {"minutes": np.float32(0.01), "seed": np.int64(3), "options": OPTIONS, "folder": tmp_path}
     first = seqrec.fit(data, "sasrec", **call)
     weights = first.folder / "best.safetensors"
     before = weights.stat().st_mtime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,8 +59,9 @@ def prepare(plan: Plan, out: Path, console: Console) -> None:
         for stage in ("ingest", "validate"):
             BY_NAME[stage](from_dict(content), out, "auto")
     except ValueError as error:
+        facts = re.split(r" Check that ingest\.| Name the format| To go on", str(error))[0]  # without other settings
         flags = "\nOther columns can be named with --user, --item, --time, --time-format"
-        raise ValueError(f"{error}{flags if ingest['source'] == 'csv' else ''}") from error
+        raise ValueError(f"{facts}{flags if ingest['source'] == 'csv' else ''}") from error
     undivided = _check_times(out) if timed else "the file has no times"
     content["prepare"], plan.split = _split(from_dict(content), out, undivided)
     prepared = sequences.load(out / "data" / "sequences")

@@ -341,9 +341,10 @@ class SearchRange:
         require(math.isfinite(self.low) and math.isfinite(self.high), "low and high must be finite numbers")
         require(self.low < self.high, "low must be below high")
         require(not self.log or self.low > 0, "log needs a positive low")
+        require(self.step is None or not self.log, "step cannot be combined with log")
         require(
-            self.step is None or (self.step > 0 and not self.log),
-            "step must be positive and cannot be combined with log",
+            self.step is None or 0 < self.step <= self.high - self.low,
+            "step must be positive, and at most high - low",
         )
 
 

@@ -60,7 +60,7 @@ class Utilisation:
     def _counted(self, targets: int) -> Iterator[None]:
         with FlopCounter() as counter:
             yield
-        self.flops = counter.flops / targets
+        self.flops = counter.flops / max(targets, 1)
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:

@@ -303,7 +303,7 @@ def test_imperfect_rows_are_left_out_with_a_sentence(tmp_path, caplog):
     [
         ("0", "10 of 100 times are not between 1990 and 2035, such as 1970-01-01: name another column with --time"),
         ("soon", "10 of 100 times cannot be read: timestamp is neither .*--time-format, or name another .* --time"),
-        ("", "malformed.*\n.*--user, --item, --time, --time-format"),
+        ("", r"malformed.*quarantine\.parquet\.\n[^\n]*--user, --item, --time, --time-format"),
     ],
 )
 def test_a_wrong_column_names_the_flags(tmp_path, time, message):
