@@ -147,15 +147,17 @@ def read(folder: Path) -> Saved:
 
 
 def models_of_run(folder: Path) -> str:
-    """Return the folders of the models in the output of a run, separated by commas; empty if there are none."""
-    return ", ".join(str(card.parent) for card in sorted(folder.glob(f"artifacts/*/finetuned/{MODEL_CARD}")))
+    """Return the folders of the models in the output of a run, or in a part of it, separated by commas."""
+    parts = ("artifacts/*/finetuned", "*/finetuned", "finetuned")
+    found = {card.parent for part in parts for card in folder.glob(f"{part}/{MODEL_CARD}")}
+    return ", ".join(map(str, sorted(found)))
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
     """Return the card in `folder`, with the defaults of `Card`."""
     path = folder / MODEL_CARD
     if not path.is_file() and (found := models_of_run(folder)):
-        raise FileNotFoundError(f"{folder} is the output of a run, not a model; name one of {found}")
+        raise FileNotFoundError(f"{folder} holds no model: name one of {found}")
     content = read_json(path)
     files = content.get("files")
     if not isinstance(files, dict) or not {VOCABULARY, USERS} <= files.keys() <= {*FILES}:
