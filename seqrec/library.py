@@ -100,14 +100,14 @@ class Dataset:
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
         about: dict[str, Any] = {"columns": {name: str(column) for name, column in columns.items() if column != ""}}
-        with _held(place):
+        with _held(place, temporary=keep is not None):
             _refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
             written = {name: place / f"{name}.new" for name in files}
             try:
                 for name, path in written.items():
                     _write(files[name], path)
-                about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
+                about |= {"frame": [sha256(path) for path in written.values()], "time_format": time_format}
                 about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
                 plan = Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
                 plan.save()
@@ -255,17 +255,18 @@ class Model:
 
         for name in ("exclude", "allow"):
             if wanted.get(name) is not None:
-                wanted[name] = _ids(wanted[name])
+                wanted[name] = _ids(wanted[name], name)
         if wanted.get("times") is not None:
             wanted["times"] = _seconds(wanted["times"])
         if wanted.get("user") is not None:
-            wanted["user"] = _ids([wanted["user"]])[0]
+            wanted["user"] = _ids([wanted["user"]], "user")[0]
         k = k.__index__() if isinstance(k, SupportsIndex) else k  # of numpy
-        request = config.parse(Request, {**wanted, "history": _ids(history), "k": k}, "")
+        request = config.parse(Request, {**wanted, "history": _ids(history, "history"), "k": k}, "")
         answer = self.recommender.answer([request])[0]
-        if answer.unknown:
-            known = len(request.history) - answer.unknown
-            logger.warning("; ".join([f"the model knows {known} of {len(request.history)} events", *answer.notes]))
+        known = len(request.history) - answer.unknown
+        said = [f"the model knows {known} of {len(request.history)} events"] if answer.unknown else []
+        if said := [*said, *answer.notes]:
+            logger.warning("; ".join(said))
         columns = {"item": answer.items, "title": answer.titles, "score": answer.scores}
         table = pl.DataFrame(columns, schema={"item": pl.String, "title": pl.String, "score": pl.Float64})
         if not explain:
@@ -358,7 +359,8 @@ def fit(
     described = model in data.params.models
     if not described and model not in REGISTRY:
         known = ", ".join((*REGISTRY, *BASELINES))
-        raise ValueError(f"model: {model!r} is not one of {known}; seqrec.models.register(NAME, CLASS) adds your own")
+        own = "seqrec.models.register(NAME, CLASS) adds your own, and Dataset.from_params reads entries of `models`"
+        raise ValueError(f"model: {model!r} is not one of {known}; {own}")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
     minutes, seed, options = map(_plain, (minutes, seed, options))
@@ -479,14 +481,14 @@ def _seconds(times: Iterable[Any]) -> list[float]:
         raise ValueError(f"times: expected a list of seconds since 1970 (UTC), not {times!r:.80}") from error
 
 
-def _ids(values: Iterable[Any]) -> list[str]:
-    """Return ids in the form that `ingest` reads them in."""
+def _ids(values: Iterable[Any], name: str) -> list[str]:
+    """Return ids in the form that `ingest` reads them in; messages start with `name`."""
     import polars as pl
 
     from seqrec.data.readers.row_checks import identifier
 
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"expected a list of ids, not {values!r:.40}")
+        raise ValueError(f"{name}: expected a list of ids, not {values!r:.40}")
     plain = (value.item() if isinstance(value, torch.Tensor) else value for value in values)
     return identifier(pl.Series([str(value) for value in plain], dtype=pl.String)).to_list()
 
@@ -518,13 +520,15 @@ def _write(frame: Any, path: Path) -> None:
 
 
 @contextmanager
-def _held(place: Path) -> Iterator[None]:
+def _held(place: Path, *, temporary: bool = False) -> Iterator[None]:
     """Lock a folder, and name the arguments of this module in messages about the flags of the command line."""
     try:
         with locks.locked(place / locks.NAME, f"--out {place}"):
             yield
     except ValueError as error:
         text = re.sub(r"--[a-z-]+", lambda match: ARGUMENTS.get(match[0], match[0]), str(error))
+        if temporary and str(place) in text:
+            text += "\nThe folder was temporary: folder= keeps it"
         if text == str(error):
             raise
         raise ValueError(text) from error

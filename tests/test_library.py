@@ -74,6 +74,25 @@ def test_a_model_that_the_settings_search_is_trained_by_itself(data, tmp_path):
     assert seqrec.fit(searched, "fpmc", finetune=QUICK).name == "fpmc"
 
 
+def test_a_history_without_counts_gets_the_popular_items_and_the_note_says_so(caplog):
+    """Of these users, "end" is the last event in training, so that nothing was counted after it."""
+    histories = [[f"i{(user + step) % 9}" for step in range(6)] + ["end", "i1", "i2"] for user in range(30)]
+    events = pl.DataFrame(
+        [(user, item, 1_600_000_000 + 100 * n) for user, own in enumerate(histories) for n, item in enumerate(own)],
+        schema=["user", "item", "time"],
+        orient="row",
+    )
+    model = seqrec.fit(seqrec.Dataset.from_frame(events), "markov")
+
+    best = model.recommend(["end"], k=4, diversity=0.5)
+
+    assert "markov gives all items one score: these are the most popular ones" in caplog.text
+    assert "diversity has no effect: markov has no vectors of items" in caplog.text
+    popular = [item for item in model.recommender.popular(5).items if item != "end"]
+    assert best["item"].to_list() == popular[:4]
+    assert model.recommend(["i3"], k=1)["item"].to_list() == ["i4"]
+
+
 def test_a_sample_of_the_cases_can_be_ranked(data):
     some = seqrec.Dataset.from_frame(frame().lazy(), max_cases=np.int64(20))
 
@@ -129,7 +148,7 @@ def test_recommendations_are_frames(data, model, caplog):
     assert model.recommend(["new"], k=2, explain=True)["because"][0].to_list() == [{"event": "new", "drop": 0.0}]
     assert "i3" not in model.recommend(["i2"], exclude=["i3"])["item"].to_list()
     for wrong, message in (("i3", "not 'i3'"), (None, "not None")):
-        with pytest.raises(ValueError, match=f"expected a list of ids, {message}"):
+        with pytest.raises(ValueError, match=f"history: expected a list of ids, {message}"):
             model.recommend(wrong)
     for wrong, message in (
         ({"k": "five"}, "^k: .*integer"),
@@ -332,6 +351,7 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         ),
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),
         (lambda data: seqrec.fit(data, "popularity").evaluate().table("train"), "split must be one of test, valid"),
+        (lambda _: seqrec.Dataset.from_frame(frame().head(3)), "critical rules failed.*folder was temporary: folder="),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id; name it with user="),
         (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from seqrec import locks
-from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, write_text
+from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, read_json, write_text
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load, read_changes
 from seqrec.evaluation import leaderboard
@@ -137,8 +137,10 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
     if not _is_prepared(folder):
         raise FileNotFoundError(f"--data: {folder} holds no prepared data: name the folder that the run was given")
     figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
-    outcome = "the champion" if figures["promoted"] else "a candidate: the champion stays"
-    logger.info("%s is in MLflow; its best model is %s", run, outcome)
+    outcome = read_json(run / "reports" / leaderboard.LEADERBOARD)["registry"]
+    logger.info("%s is in MLflow as version %s of %s", run, outcome["version"], f"seqrec-{params.dataset}")
+    which = "the champion" if outcome["promoted"] else "a candidate"
+    logger.info("its best model, %s, is %s: %s", outcome["model"], which, outcome["reason"])
     logger.info("`python -m seqrec ui --params %s` shows it", shlex.quote(str(run / SETTINGS)))
     return figures
 

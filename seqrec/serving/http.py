@@ -334,6 +334,7 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit that removes temporary folders
     url = store_url(options.store)
     require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
+    require(bool(options.candidate) or options.share == ServeConfig.share, "share has no effect without a candidate")
     if not options.keys and options.host not in LOCAL:
         logger.warning("whoever reaches %s may use the service: set --keys, see `seqrec keys`", options.host)
     with bound(options.host, options.port) as listener:

@@ -360,8 +360,10 @@ class Recommender:
             best |= zip(plain, found, strict=True)
         answers = []
         for n, request in enumerate(requests):
-            candidates = best.get(n) or self._ranked(request, known[n], hidden[n], wanted[n])
-            answers.append(self._answered(request, known[n], hidden[n], candidates))
+            scored, candidates = known[n], best.get(n) or self._ranked(request, known[n], hidden[n], wanted[n])
+            if scored and _all_alike(candidates):
+                scored, candidates = {}, self._ranked(request, {}, hidden[n], wanted[n])
+            answers.append(self._answered(request, known[n], scored, hidden[n], candidates))
         return answers
 
     def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> Best:
@@ -373,27 +375,34 @@ class Recommender:
             score_V = self.counts * np.exp(log_V)
         return best_of(score_V, hidden, k)
 
-    def _answered(self, request: Request, known: Known, hidden: Items, best: Best) -> Answer:
-        """Return the answer: the best items, or the list that the request chooses among them."""
+    def _answered(self, request: Request, known: Known, scored: Known, hidden: Items, best: Best) -> Answer:
+        """Return the answer: the best items, or the list that the request chooses among them.
+
+        `scored` is what the scores follow from: `known`, or nothing if they are those of popularity.
+        """
         if request.chosen:
             chosen = self._chosen(request, best)
             if request.quota and len(chosen[1]) < request.k and len(best[1]) < len(self.item_ids):
-                everything = self._ranked(request, known, hidden, len(self.item_ids))
+                everything = self._ranked(request, scored, hidden, len(self.item_ids))
                 chosen = self._chosen(replace(request, diversity=0.0), everything)
             best = chosen
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
         notes = []
         if not known:
             notes.append("the history has no known item: these are the most popular ones")
+        elif not scored:
+            notes.append(f"after this history, {self.name} gives all items one score: these are the most popular ones")
         elif self.engine.reads.times and request.times is None:
             notes.append(
                 f"times not given: events are assumed to be {self.gap:g} s apart, the median of the training data"
                 + (", and `at` is not read" if request.at is not None else "")
             )
+        if request.diversity and not self.engine.weights.vectors.shape[1]:
+            notes.append(f"diversity has no effect: {self.name} has no vectors of items")
         return self._named(
             [score for score, _ in shown],
             [item for _, item in shown],
-            source=self.name if known else POPULARITY,
+            source=self.name if scored else POPULARITY,
             unknown=len(request.history) - len(known),
             notes=notes,
         )
@@ -421,7 +430,7 @@ class Recommender:
         if request.items_text:
             return self._grown(request.items_text).explain(replace(request, items_text={}), item_id)
         if item_id not in self.items:
-            raise ValueError(f"item_id: {item_id!r} is unknown")
+            raise ValueError(f"item: {item_id!r} is unknown")
         known = self.known(request)
         drops = [0.0] * len(request.history)
         if known:
@@ -472,6 +481,12 @@ class Recommender:
             hidden_V |= ~self.attributes[name].meets(condition)
         hidden_V[hidden] = True
         return hidden_V.nonzero()[0]
+
+
+def _all_alike(best: Best) -> bool:
+    """Return whether there are several items, and all have one score, as where a baseline has no count of a history."""
+    shown = [score for score in best[0] if score > float("-inf")]
+    return len(shown) > 1 and min(shown) == max(shown)
 
 
 def best_of(score_V: Floats, hidden: Items | list[int], k: int) -> Best:

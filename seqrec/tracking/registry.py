@@ -420,10 +420,10 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
             server = redacted(runs.tracking_uri(config))
             if "not found" in str(error):
                 known = ", ".join(datasets(config))
-                known = f"models are registered of {known}, see --dataset" if known else "no model is registered"
+                held = f"`seqrec registry show --dataset` lists versions of {known}" if known else "it has no model"
                 raise TrackingError(
-                    f"{uri} is not in {server}: {known}; `make repro` registers models, or `seqrec register` if "
-                    "DVC has fetched its results; `seqrec registry show` lists their versions; a folder such as "
+                    f"{uri} is not in {server}: {held}; `make repro` registers models, `seqrec import --run` those of a "
+                    "run, and `seqrec register` those of results that DVC has fetched; a folder such as "
                     "artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(

@@ -86,6 +86,7 @@ def test_only_valid_keys_are_answered_and_the_file_is_followed(recommender, tmp_
     ("flag", "value", "reason"),
     [
         ("--keep-days", "9", "keep_days has no effect without a store"),
+        ("--share", "0.3", "share has no effect without a candidate"),
         ("--rate", "1e-9", "rate must be 0 or at least 0.001"),
         ("--port", "99999", "port must be at least 0 and at most 65535"),
         ("--host", "", "host must not be empty"),
