@@ -101,7 +101,10 @@ def _check_times(out: Path) -> str:
     date = datetime.fromtimestamp(odd[0], UTC).date()
     found = f"{len(odd):,} of {len(times):,} times are not between 1990 and 2035, such as {date}"
     if len(odd) > ODD_TIMES * len(times):
-        raise ValueError(f"{found}: name another column with --time, or the format of the times with --time-format")
+        raise ValueError(
+            f"{found}: name another column with --time, or the format of the times with --time-format; if the numbers "
+            "are only in the order of the events, pass their column with --time"
+        )
     logger.warning("%s; these events are placed first or last in the histories of their users", found)
     future = int((odd > LATEST).sum())
     return f"{future:,} times are in the future" if future > FUTURE_TIMES * len(times) else ""
@@ -141,7 +144,8 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
         titled = _titles(path, columns["item_id"], title, out)
         items = {"items": str(titled)} if titled else {}
     section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
-    return section | items | {"max_bad_share": column_guess.MALFORMED}, timed
+    sure = {"user_id", "item_id"}.intersection(request["columns"])  # in many rows, these may be missing
+    return section | items | {"max_bad_share": 1.0 if sure else column_guess.MALFORMED}, timed
 
 
 def _show(path: Path, found: Any, time_format: str, console: Console) -> None:
@@ -194,12 +198,13 @@ def _split(params: Params, out: Path, reason: str) -> tuple[dict[str, Any], str]
     settings = {"protocol": "LOO-full", **order}
     try:
         settings |= _core(params, out, settings)
-        few = not sequences.load(out / "data" / "sequences").trained().any()
+        prepared = sequences.load(out / "data" / "sequences")
+        few = not (prepared.trained().any() and prepared.card["counts"]["valid"] and prepared.card["counts"]["test"])
     except ValueError:
         few = True
     if few:
         raise ValueError(
-            "no user has four events with items that occur at least twice: name another column with --user"
+            "no user has four events with items that occur at least twice: name other columns with --user or --item"
         )
     return settings, f"LOO-full (each user's last event), because a split by time is not possible: {reason}"
 

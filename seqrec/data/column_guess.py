@@ -24,7 +24,7 @@ USERS = (
     *("person", "account", "profile", "subscriber", "listener", "player", "student", "household", "session"),
     *("profilename", "cookie", "device", "author", "guest", "borrower", "rider", "passenger", "patient", "learner"),
     *("anonymous", "anon", "email", "kunde", "kunden", "kundennummer", "kundennr", "nutzer", "benutzer", "cliente"),
-    *("usuario", "utilisateur", "utente", "klant", "klantnr", "gebruiker"),
+    *("usuario", "utilisateur", "utente", "klant", "klantnr", "gebruiker", "critic", "voter"),
 )
 ITEMS = (
     *("item", "iid", "sku", "product", "movie", "parentasin", "asin", "article", "book", "isbn", "track", "song"),
@@ -85,6 +85,8 @@ EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
+FEW_IDS, MANY_ROWS = 10, 1_000  # no column of ids has so few values, whatever its name says if there are so many rows
+DIVIDED, REPEATED = 1.2, 0.2  # minimum number of items of a category, and minimum share of rows with a repeated item
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 ID_SHARE = 0.1  # of the log's ids, which a column must have to replace one that is named for ids and has none of them
@@ -148,12 +150,10 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
     if len(set(chosen.values())) < len(chosen):
         raise ValueError(f"{', '.join(chosen)} must be different columns, not {', '.join(chosen.values())}")
     roles, reasons = dict(chosen), dict.fromkeys(chosen, GIVEN)
-    for by, why in ((_by_name, NAMED), (_by_content, FITTING)):
+    for by, why in ((_by_name, NAMED), (_by_content, FITTING), (_by_name_alone, NAMED)):
         for role in ("user_id", "item_id", "timestamp", "rating"):
             if role not in roles and (fitting := by(role, rows, roles, time_format)):
                 roles[role], reasons[role] = fitting, why
-    if "timestamp" not in roles and (named := _named("timestamp", rows, roles)):
-        roles["timestamp"], reasons["timestamp"] = named[0], NAMED
     for role, flag in zip(REQUIRED, ("--user", "--item", "--time"), strict=True):
         if role not in roles:
             raise ValueError(
@@ -282,8 +282,18 @@ def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_forma
         return None if better else found  # a day of release is not a time of an event
     if role == "rating":
         return min(named, key=lambda column: _is_sparse(rows[column]), default=None)
+    if role == "item_id":  # numbers of the rows, as of the lines of orders, are in no two events
+        named.sort(key=lambda column: not rows[column].is_duplicated().any())
     best = min(named, key=lambda column: _is_sparse(rows[column]) or not _is_id(rows[column]), default=None)
-    return best if best and (_score(role, best) >= SURE or _is_id(rows[best])) else None
+    if not best:
+        return None
+    sure = _score(role, best) >= SURE and not (len(rows) >= MANY_ROWS and rows[best].n_unique() <= FEW_IDS)
+    return best if sure or _is_id(rows[best]) else None
+
+
+def _by_name_alone(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
+    """Return the column whose name fits a required role best, whatever its values are."""
+    return next((name for name in _named(role, rows, roles) if role == "timestamp" or _score(role, name) >= SURE), None)
 
 
 def _named(role: str, rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:
@@ -380,18 +390,47 @@ def _index(role: str, words: Sequence[str]) -> int | None:
 
 
 def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
-    """Return the first free column whose values fit the role: dates for times, repeated non-fractions for ids."""
+    """Return the free column whose values fit the role best: dates for times, repeated non-fractions for ids."""
     free = [column for column in rows.columns if column not in roles.values()]
     if role == "timestamp":
         return _time_of_events(free, rows, roles, time_format)
     if role == "rating":
         return None
     free = [column for column in free if "timestamp" in roles or _fitting(rows[column], time_format) is None]
-    free = _varying(free, rows, roles)
+    free = [name for name in _varying(free, rows, roles) if rows[name].drop_nulls().is_duplicated().any()]
+    free = [name for name in free if _is_id(rows[name]) and not _is_time_again(name, rows, roles, time_format)]
     free.sort(key=lambda column: _likelihood(role, column))
     if role == "user_id":  # Amazon's own ratings have the items first
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
-    return next((name for name in free if _is_id(rows[name]) and rows[name].drop_nulls().is_duplicated().any()), None)
+    if role == "item_id" and "user_id" in roles:
+        free = _shared(free, rows, roles["user_id"])
+        free = [name for name in free if _likelihood(role, name)[:3] == _likelihood(role, free[0])[:3]]
+        for finer in free[1:]:
+            if _divides(finer, free[0], rows):
+                free[0] = finer
+    return next(iter(free), None)
+
+
+def _is_time_again(column: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> bool:
+    """Return whether a column has the times of the events once more, in another form."""
+    if "timestamp" not in roles or (other := _fitting(rows[column])) is None:
+        return False
+    chosen = rows[roles["timestamp"]]
+    apart = seconds(rows[column], other) - seconds(chosen, _fitting(chosen, time_format) or "")
+    return bool((apart.abs() <= DAY_S).mean() >= FIT)  # type: ignore[operator]
+
+
+def _shared(columns: Sequence[str], rows: pl.DataFrame, user: str) -> list[str]:
+    """Return the columns with a value of several users, unlike the numbers of visits; all of them if none has one."""
+    return [name for name in columns if _pairs(rows, user, name) > rows[name].n_unique()] or [*columns]
+
+
+def _divides(finer: str, coarser: str, rows: pl.DataFrame) -> bool:
+    """Return whether each value of `finer` is within one of the `coarser` column, as items are within categories."""
+    known = rows.filter(pl.col(finer).cast(pl.String).str.strip_chars() != "")
+    fine, repeated = known[finer].n_unique(), known[finer].is_duplicated().sum() / len(rows)
+    more = fine > DIVIDED * known[coarser].n_unique()
+    return bool(more and repeated > REPEATED and _pairs(known, finer, coarser) == fine)
 
 
 def _likelihood(role: str, column: str) -> tuple[int, ...]:
@@ -455,7 +494,7 @@ def _is_id(values: pl.Series) -> bool:
     """Return whether a column may hold ids: more values than ratings have, and no fractions, sentences or dates."""
     text = values.cast(pl.String, strict=False).drop_nulls()
     distinct = text.n_unique()
-    if values.dtype == pl.Boolean or distinct <= 10:
+    if values.dtype == pl.Boolean or distinct <= FEW_IDS:
         return False
     fractions = _fractions(text) & ~text.str.contains(r"^\d{8,}\.\d{8,}$")  # as in GA4
     blanks = text.str.count_matches(" ")

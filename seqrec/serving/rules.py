@@ -137,7 +137,7 @@ class Attributes(dict[str, Attribute]):
     def check(self, rule: str, wanted: Iterable[str]) -> None:
         """Raise ValueError where a rule names an attribute that is not known."""
         for name in set(wanted) - self.keys():
-            known = ", ".join(sorted(self)) or "none, without a table of items: set serve --items, or Recommender.attributes"
+            known = ", ".join(sorted(self)) or "none: set serve --items, or Recommender.attributes"
             raise ValueError(f"{rule}: attribute {name!r} is unknown; known: {known}")
 
     def log_factors(self, boost: Boost, size: int) -> Floats:

@@ -422,8 +422,8 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
                 known = ", ".join(datasets(config))
                 held = f"`seqrec registry show --dataset` lists versions of {known}" if known else "it has no model"
                 raise TrackingError(
-                    f"{uri} is not in {server}: {held}; `make repro` registers models, `seqrec import --run` those of a "
-                    "run, and `seqrec register` those of results that DVC has fetched; a folder such as "
+                    f"{uri} is not in {server}: {held}; `make repro` registers models, `seqrec import --run` those of "
+                    "a run, and `seqrec register` those of results that DVC has fetched; a folder such as "
                     "artifacts/sasrec/finetuned can be named as well"
                 ) from error
             raise TrackingError(

@@ -319,7 +319,7 @@ RATE = "finetune.learning_rate"
         ({"sasrec": {"options.dropout": {"choices": [0.1, 2]}}}, r"sasrec\.options\.dropout: 2 contradicts"),
         ({"sasrec": {"options.layers": {"low": 1.0, "high": 3.0}}}, r"options\.layers: 1\.6.* valid integer"),
         ({"sasrec": {"options.layers": {"low": 1, "high": 3, "step": 0.5}}}, r"options\.layers: 1\.5 contradicts"),
-        ({"sasrec": {"options.layers": {"low": 1, "high": 3, "step": 5}}}, "layers: step must be .* at most high - low"),
+        ({"sasrec": {"options.layers": {"low": 1, "high": 3, "step": 5}}}, "step must be .* at most high - low"),
         ({"sasrec": {"options.heads": {"choices": [1, 3]}}}, r"sasrec\.options\.heads: 3 contradicts"),
     ],
 )

@@ -114,7 +114,7 @@ def test_attributes_come_from_the_items_table(tmp_path):
     assert grown["genres"].meets(["y"]).tolist() == [False, False, True, False, True, False]
     with pytest.raises(ValueError, match="quota: attribute 'colour' is unknown; known: genres, year"):
         found.check("quota", ["colour"])
-    with pytest.raises(ValueError, match="without a table of items: set serve --items"):
+    with pytest.raises(ValueError, match="none: set serve --items"):
         Attributes().check("filter", ["year"])
 
 

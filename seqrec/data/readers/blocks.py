@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
 
 import numpy as np
 import polars as pl
@@ -86,24 +85,36 @@ def chunks(path: Path, size: int = 0) -> Iterator[tuple[int, bytes]]:
 def excerpt(path: Path) -> bytes:
     """Return whole lines from the beginning, the end and places between them of a text file, unpacked.
 
-    A small file is returned as a whole. A gzip file is decompressed up to the last piece, which is only near its end.
+    A small file is returned as a whole. A gzip file is decompressed as a whole, because its length is not known before.
 
     Raises:
         DamagedFileError: the gzip stream is truncated or corrupt.
     """
     pieces, size = [], path.stat().st_size
     with opened(path) as stream:
-        file = cast(IO[bytes], stream.fileobj if isinstance(stream, gzip.GzipFile) else stream)
+        if isinstance(stream, gzip.GzipFile):
+            return b"".join(_spread(stream, path))
         for piece in range(PIECES):
             start = (size - PIECE_BYTES) * piece // (PIECES - 1)
-            if file.tell() < start:
-                if file is stream:
-                    file.seek(start)
-                while file.tell() < start and _read(stream, path, PIECE_BYTES):
-                    pass
+            if stream.tell() < start:
+                stream.seek(start)
                 _read(stream, path, LONGEST_LINE, line=True)
             pieces += [_read(stream, path, PIECE_BYTES), _read(stream, path, LONGEST_LINE, line=True)]
     return b"".join(pieces)
+
+
+def _spread(stream: gzip.GzipFile, path: Path) -> list[bytes]:
+    """Return pieces of whole lines at equal distances, at least half of `PIECES` from a long stream."""
+    pieces: list[bytes] = []
+    number, step = 0, 1
+    while piece := _read(stream, path, PIECE_BYTES):
+        piece += _read(stream, path, LONGEST_LINE, line=True)
+        if number % step == 0:
+            pieces.append(piece)
+        if len(pieces) > PIECES:
+            pieces, step = pieces[::2], 2 * step
+        number += 1
+    return pieces
 
 
 def decoded(data: bytes, path: Path) -> str:
