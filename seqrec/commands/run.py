@@ -65,7 +65,7 @@ def run(
     params = replace(params, dataset=dataset or params.dataset).with_overrides(made)
     check(params, ingests=data is None)
     if data and not _is_prepared(data):
-        raise FileNotFoundError(f"--data: {data} holds no prepared data")
+        raise FileNotFoundError(f"--data: {data} holds no prepared data: name the folder `data` of a run or of DVC")
     if register and data and not (data / SOURCE_CARD).is_file():
         raise FileNotFoundError(f"--register: {data / SOURCE_CARD}, which says where the data is from, not found")
     params = params if data else without_unfed(params)
