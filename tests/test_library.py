@@ -76,7 +76,8 @@ def test_a_model_that_the_settings_search_is_trained_by_itself(data, tmp_path):
 
 def test_a_history_without_counts_gets_the_popular_items_and_the_note_says_so(caplog):
     """Of these users, "end" is the last event in training, so that nothing was counted after it."""
-    histories = [[f"i{(user + step) % 9}" for step in range(6)] + ["end", "i1", "i2"] for user in range(30)]
+    around = [[f"i{(user + step) % 9}" for step in range(6)] for user in range(30)]
+    histories = [["fork", "a" if user % 2 else "b", *own, "end", "i1", "i2"] for user, own in enumerate(around)]
     events = pl.DataFrame(
         [(user, item, 1_600_000_000 + 100 * n) for user, own in enumerate(histories) for n, item in enumerate(own)],
         schema=["user", "item", "time"],
@@ -86,11 +87,12 @@ def test_a_history_without_counts_gets_the_popular_items_and_the_note_says_so(ca
 
     best = model.recommend(["end"], k=4, diversity=0.5)
 
-    assert "markov gives all items one score: these are the most popular ones" in caplog.text
+    assert "markov has counted nothing after this history: these are the most popular items" in caplog.text
     assert "diversity has no effect: markov has no vectors of items" in caplog.text
     popular = [item for item in model.recommender.popular(5).items if item != "end"]
     assert best["item"].to_list() == popular[:4]
     assert model.recommend(["i3"], k=1)["item"].to_list() == ["i4"]
+    assert set(model.recommend(["fork"], k=2)["item"]) == {"a", "b"}  # which have one score
 
 
 def test_a_sample_of_the_cases_can_be_ranked(data):

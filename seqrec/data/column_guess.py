@@ -404,7 +404,7 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
     if role == "item_id" and "user_id" in roles:
         free = _shared(free, rows, roles["user_id"])
-        free = [name for name in free if _likelihood(role, name)[:3] == _likelihood(role, free[0])[:3]]
+        free = [name for name in free if _likelihood(role, name) == _likelihood(role, free[0])]
         for finer in free[1:]:
             if _divides(finer, free[0], rows):
                 free[0] = finer

@@ -361,7 +361,7 @@ class Recommender:
         answers = []
         for n, request in enumerate(requests):
             scored, candidates = known[n], best.get(n) or self._ranked(request, known[n], hidden[n], wanted[n])
-            if scored and _all_alike(candidates):
+            if scored and _are_zero(candidates):
                 scored, candidates = {}, self._ranked(request, {}, hidden[n], wanted[n])
             answers.append(self._answered(request, known[n], scored, hidden[n], candidates))
         return answers
@@ -391,7 +391,7 @@ class Recommender:
         if not known:
             notes.append("the history has no known item: these are the most popular ones")
         elif not scored:
-            notes.append(f"after this history, {self.name} gives all items one score: these are the most popular ones")
+            notes.append(f"{self.name} has counted nothing after this history: these are the most popular items")
         elif self.engine.reads.times and request.times is None:
             notes.append(
                 f"times not given: events are assumed to be {self.gap:g} s apart, the median of the training data"
@@ -483,10 +483,9 @@ class Recommender:
         return hidden_V.nonzero()[0]
 
 
-def _all_alike(best: Best) -> bool:
-    """Return whether there are several items, and all have one score, as where a baseline has no count of a history."""
-    shown = [score for score in best[0] if score > float("-inf")]
-    return len(shown) > 1 and min(shown) == max(shown)
+def _are_zero(best: Best) -> bool:
+    """Return whether all scores are 0: a baseline has counted nothing after such a history."""
+    return all(score in (0.0, -math.inf) for score in best[0])
 
 
 def best_of(score_V: Floats, hidden: Items | list[int], k: int) -> Best:
