@@ -99,7 +99,8 @@ class Dataset:
         check_value("max_cases", Count, max_cases)
         place, keep = _working(folder)
         columns = {"user_id": user, "item_id": item, "timestamp": time, "title": title}
-        about: dict[str, Any] = {"columns": {name: str(column) for name, column in columns.items() if column != ""}}
+        named = {name: str(column) for name, column in columns.items() if column not in (None, "")}
+        about: dict[str, Any] = {"columns": named}
         with _held(place, temporary=keep is not None):
             _refuse_others(place, auto.PLAN)
             files = {EVENTS: frame} | ({} if items is None else {ITEMS: items})
@@ -107,7 +108,7 @@ class Dataset:
             try:
                 for name, path in written.items():
                     _write(files[name], path)
-                about |= {"frame": [sha256(path) for path in written.values()], "time_format": time_format}
+                about |= {"sha256": [sha256(path) for path in written.values()], "time_format": time_format}
                 about |= {"data": str(place / EVENTS), "items": "" if items is None else str(place / ITEMS)}
                 plan = Plan.load(place / auto.PLAN, about | {"minutes": 0.0, "max_cases": max_cases})
                 plan.save()

@@ -144,8 +144,7 @@ def _source(plan: Plan, out: Path, console: Console) -> tuple[dict[str, Any], bo
         titled = _titles(path, columns["item_id"], title, out)
         items = {"items": str(titled)} if titled else {}
     section = {"source": "csv", "interactions": str(path), "columns": columns, "time_format": time_format}
-    sure = {"user_id", "item_id"}.intersection(request["columns"])  # in many rows, these may be missing
-    return section | items | {"max_bad_share": 0.99 if sure else column_guess.MALFORMED}, timed
+    return section | items | {"max_bad_share": column_guess.MALFORMED}, timed
 
 
 def _show(path: Path, found: Any, time_format: str, console: Console) -> None:

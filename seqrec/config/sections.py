@@ -343,7 +343,7 @@ class SearchRange:
         require(not self.log or self.low > 0, "log needs a positive low")
         require(self.step is None or not self.log, "step cannot be combined with log")
         require(
-            self.step is None or 0 < self.step <= self.high - self.low,
+            self.step is None or 0 < self.step <= (self.high - self.low) * (1 + 1e-9),  # .3 - .1 is less than .2
             "step must be positive, and at most high - low",
         )
 

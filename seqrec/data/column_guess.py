@@ -85,8 +85,9 @@ EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
-FEW_IDS, MANY_ROWS = 10, 1_000  # no column of ids has so few values, whatever its name says if there are so many rows
-DIVIDED, REPEATED = 1.2, 0.2  # minimum number of items of a category, and minimum share of rows with a repeated item
+FEW_IDS, MANY_ROWS = 10, 1_000  # no column of ids has so few values; with so many rows, its name alone is not trusted
+CATEGORIES = 100  # so many at most divide a catalogue,
+DIVIDED, REPEATED = 3, 0.2  # with at least so many items each on average, in at least this share of rows more than once
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 ID_SHARE = 0.1  # of the log's ids, which a column must have to replace one that is named for ids and has none of them
@@ -285,10 +286,13 @@ def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_forma
     if role == "item_id":  # numbers of the rows, as of the lines of orders, are in no two events
         named.sort(key=lambda column: not rows[column].is_duplicated().any())
     best = min(named, key=lambda column: _is_sparse(rows[column]) or not _is_id(rows[column]), default=None)
-    if not best:
-        return None
-    sure = _score(role, best) >= SURE and not (len(rows) >= MANY_ROWS and rows[best].n_unique() <= FEW_IDS)
-    return best if sure or _is_id(rows[best]) else None
+    if not best or _is_id(rows[best]):
+        return best
+    if role == "item_id" and len(rows) >= MANY_ROWS and rows[best].n_unique() <= FEW_IDS:
+        free = [name for name in rows.columns if name not in (*named, *roles.values())]
+        if any(_marks_ids(name) and _noun(name) not in GROUP_WORDS and _is_id(rows[name]) for name in free):
+            return None
+    return best if _score(role, best) >= SURE else None
 
 
 def _by_name_alone(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
@@ -398,11 +402,12 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
         return None
     free = [column for column in free if "timestamp" in roles or _fitting(rows[column], time_format) is None]
     free = [name for name in _varying(free, rows, roles) if rows[name].drop_nulls().is_duplicated().any()]
-    free = [name for name in free if _is_id(rows[name]) and not _is_time_again(name, rows, roles, time_format)]
+    free = [name for name in free if _is_id(rows[name])]
     free.sort(key=lambda column: _likelihood(role, column))
     if role == "user_id":  # Amazon's own ratings have the items first
         free.sort(key=lambda column: _share_of_amazon_items(rows[column]) >= FIT)
     if role == "item_id" and "user_id" in roles:
+        free = [name for name in free if _marks_ids(name) or not _is_time_again(name, rows, roles, time_format)]
         free = _shared(free, rows, roles["user_id"])
         free = [name for name in free if _likelihood(role, name) == _likelihood(role, free[0])]
         for finer in free[1:]:
@@ -428,9 +433,11 @@ def _shared(columns: Sequence[str], rows: pl.DataFrame, user: str) -> list[str]:
 def _divides(finer: str, coarser: str, rows: pl.DataFrame) -> bool:
     """Return whether each value of `finer` is within one of the `coarser` column, as items are within categories."""
     known = rows.filter(pl.col(finer).cast(pl.String).str.strip_chars() != "")
-    fine, repeated = known[finer].n_unique(), known[finer].is_duplicated().sum() / len(rows)
-    more = fine > DIVIDED * known[coarser].n_unique()
-    return bool(more and repeated > REPEATED and _pairs(known, finer, coarser) == fine)
+    coarse, fine = known[coarser].n_unique(), known[finer].n_unique()
+    if coarse > CATEGORIES or fine < DIVIDED * coarse or _is_sparse(rows[finer]):
+        return False
+    repeated = known[finer].is_duplicated().sum() / len(rows)
+    return bool(repeated > REPEATED and _pairs(known, finer, coarser) == fine)
 
 
 def _likelihood(role: str, column: str) -> tuple[int, ...]:

@@ -315,17 +315,6 @@ def test_a_wrong_column_names_the_flags(tmp_path, time, message):
         prepared(tmp_path, tmp_path / "log.csv")
 
 
-def test_a_named_column_may_lack_many_values(tmp_path, caplog):
-    rows = pl.read_csv(write_log(tmp_path / "log.csv", spread=0))
-    rows = pl.concat([rows, rows.with_columns(SKU=pl.lit(None, pl.String))])
-    rows.write_csv(tmp_path / "log.csv")
-
-    _, card = prepared(tmp_path, tmp_path / "log.csv", item_id="SKU")
-
-    assert card["counts"]["events"] > 0.9 * len(rows) / 2
-    assert "malformed rows are left out; the most common reason: no item_id" in caplog.text
-
-
 @pytest.mark.parametrize("events", [1, 3])
 def test_users_with_too_few_events_name_the_flag(tmp_path, events):
     rows = [(f"u{n // events}", f"i{n % 8}", 1_600_000_000 + 3600 * n) for n in range(200)]

@@ -104,17 +104,17 @@ def excerpt(path: Path) -> bytes:
 
 
 def _spread(stream: gzip.GzipFile, path: Path) -> list[bytes]:
-    """Return pieces of whole lines at equal distances, at least half of `PIECES` from a long stream."""
+    """Return pieces of whole lines at equal distances, at least half of `PIECES` of a long stream, and the last one."""
     pieces: list[bytes] = []
-    number, step = 0, 1
+    last, number, step = b"", 0, 1
     while piece := _read(stream, path, PIECE_BYTES):
-        piece += _read(stream, path, LONGEST_LINE, line=True)
+        last = piece + _read(stream, path, LONGEST_LINE, line=True)
         if number % step == 0:
-            pieces.append(piece)
+            pieces.append(last)
         if len(pieces) > PIECES:
             pieces, step = pieces[::2], 2 * step
         number += 1
-    return pieces
+    return pieces if (number - 1) % step == 0 else [*pieces, last]
 
 
 def decoded(data: bytes, path: Path) -> str:
