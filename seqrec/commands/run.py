@@ -138,7 +138,7 @@ def import_run(*, run: Path, data: Path | None = None) -> dict[str, float]:
         raise FileNotFoundError(f"--data: {folder} holds no prepared data: name the folder that the run was given")
     figures = BY_NAME["register"](params, run, sequences=folder / "sequences", data=folder)
     outcome = read_json(run / "reports" / leaderboard.LEADERBOARD)["registry"]
-    logger.info("%s is in MLflow as version %s of %s", run, outcome["version"], f"seqrec-{params.dataset}")
+    logger.info("%s is in MLflow as version %s of %s", run, outcome["version"], outcome["registered_model"])
     which = "the champion" if outcome["promoted"] else "a candidate"
     logger.info("its best model, %s, is %s: %s", outcome["model"], which, outcome["reason"])
     logger.info("`python -m seqrec ui --params %s` shows it", shlex.quote(str(run / SETTINGS)))

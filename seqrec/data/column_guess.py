@@ -85,9 +85,10 @@ EARLIEST, LATEST = 631_152_000, 2_051_222_400  # 1990 and 2035; excludes ratings
 CLOCK = r"^\s*([01]?\d|2[0-3]):[0-5]\d\b"  # a time of day
 SENTENCE = 5  # mean number of blanks in values that are texts
 FEW = 200  # so many values are tried first
-FEW_IDS, MANY_ROWS = 10, 1_000  # no column of ids has so few values; with so many rows, its name alone is not trusted
-CATEGORIES = 100  # so many at most divide a catalogue,
-DIVIDED, REPEATED = 3, 0.2  # with at least so many items each on average, in at least this share of rows more than once
+FEW_IDS = 10  # a column of ids has more values
+MANY_ROWS = 1_000  # with so many rows, few values mean more than a name
+CATEGORIES, MEMBERS = 100, 3  # maximum number of categories, and minimum mean number of items in one
+REPEATED = 0.2  # minimum share of rows whose item is also in other rows, where items are compared with categories
 FIT = 0.95  # minimum share of values that are valid times, or times of day
 TITLES = 1.2  # maximum mean number of titles of an item
 ID_SHARE = 0.1  # of the log's ids, which a column must have to replace one that is named for ids and has none of them
@@ -409,11 +410,11 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
     if role == "item_id" and "user_id" in roles:
         free = [name for name in free if _marks_ids(name) or not _is_time_again(name, rows, roles, time_format)]
         free = _shared(free, rows, roles["user_id"])
-        free = [name for name in free if _likelihood(role, name) == _likelihood(role, free[0])]
-        for finer in free[1:]:
-            if _divides(finer, free[0], rows):
-                free[0] = finer
-    return next(iter(free), None)
+    best = next(iter(free), None)
+    for other in free if role == "item_id" else ():
+        if best and _likelihood(role, other) == _likelihood(role, best) and _within(other, best, rows):
+            best = other
+    return best
 
 
 def _is_time_again(column: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> bool:
@@ -426,18 +427,18 @@ def _is_time_again(column: str, rows: pl.DataFrame, roles: Mapping[str, str], ti
 
 
 def _shared(columns: Sequence[str], rows: pl.DataFrame, user: str) -> list[str]:
-    """Return the columns with a value of several users, unlike the numbers of visits; all of them if none has one."""
+    """Return the columns of which users share values, as they do not share visits; all columns if there are none."""
     return [name for name in columns if _pairs(rows, user, name) > rows[name].n_unique()] or [*columns]
 
 
-def _divides(finer: str, coarser: str, rows: pl.DataFrame) -> bool:
-    """Return whether each value of `finer` is within one of the `coarser` column, as items are within categories."""
-    known = rows.filter(pl.col(finer).cast(pl.String).str.strip_chars() != "")
-    coarse, fine = known[coarser].n_unique(), known[finer].n_unique()
-    if coarse > CATEGORIES or fine < DIVIDED * coarse or _is_sparse(rows[finer]):
+def _within(item: str, category: str, rows: pl.DataFrame) -> bool:
+    """Return whether each value of the column `item` is of one value of `category`, and these are few."""
+    known = rows.filter(pl.col(item).cast(pl.String).str.strip_chars() != "")
+    items, categories = known[item].n_unique(), known[category].n_unique()
+    if categories > CATEGORIES or items < MEMBERS * categories or _is_sparse(rows[item]):
         return False
-    repeated = known[finer].is_duplicated().sum() / len(rows)
-    return bool(repeated > REPEATED and _pairs(known, finer, coarser) == fine)
+    repeated = known[item].is_duplicated().sum() / len(rows)
+    return bool(repeated > REPEATED and _pairs(known, item, category) == items)
 
 
 def _likelihood(role: str, column: str) -> tuple[int, ...]:
