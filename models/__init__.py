@@ -22,8 +22,7 @@ class Registry(UserDict[str, type[SequenceModel]]):
         entry = self.data[name]
         if isinstance(entry, str):
             entry = self.data[name] = pkgutil.resolve_name(entry)
-        architecture: type[SequenceModel] = entry
-        return architecture
+        return entry
 
     def place(self, name: str) -> str:
         """Return module and class of an architecture as `module:Class`, without importing the module."""

@@ -52,8 +52,7 @@ class Block(nn.Module):
         query_BQD = x_BLD[:, queries]
         mixed_BQD = self.attention(query_BQD, x_BLD, bias_BLL[:, queries])
         x_BQD = self.norm_attention(query_BQD + self.dropout(mixed_BQD))
-        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
-        return out
+        return self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
 
 
 class BERT4Rec(SequenceModel):

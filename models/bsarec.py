@@ -58,8 +58,7 @@ def low_pass(length: int, cut: int) -> Tensor:
     """Return the matrix (N, N) that keeps frequencies 0 to `cut` // 2 of a sequence of `length` values."""
     spectrum = torch.fft.rfft(torch.eye(length, dtype=torch.float64), dim=0)
     spectrum[cut // 2 + 1 :] = 0
-    matrix: Tensor = torch.fft.irfft(spectrum, n=length, dim=0).float()
-    return matrix
+    return torch.fft.irfft(spectrum, n=length, dim=0).float()
 
 
 class Block(nn.Module):
@@ -89,8 +88,7 @@ class Block(nn.Module):
         mixed_BQD = self.attention(x_BQD, x_BND, bias_BNN[:, queries])
         mixed_BQD = self.norm_attention(x_BQD + self.dropout(mixed_BQD))
         x_BQD = self.alpha * filtered_BQD + (1 - self.alpha) * mixed_BQD
-        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
-        return out
+        return self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
 
 
 class BSARec(SequenceModel):

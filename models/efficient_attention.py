@@ -32,8 +32,7 @@ class EfficientAttention(nn.Module):
         projected = self.to_query_key_value(source_BLD).unflatten(-1, (3, self.heads, -1))
         q_BHLK, k_BHLK, v_BHLK = projected.permute(2, 0, 3, 1, 4).unbind()
         mixed_BHLK = self.mix(q_BHLK, k_BHLK, v_BHLK, visible_B11L)
-        out: Tensor = self.to_out(mixed_BHLK.transpose(1, 2).flatten(2))
-        return out
+        return self.to_out(mixed_BHLK.transpose(1, 2).flatten(2))
 
     def mix(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, visible_B11L: Tensor | None) -> Tensor:
         """Return a mixture of values for each query (B, H, L, K)."""
@@ -208,8 +207,7 @@ class FlashAttention(EfficientAttention):
         near_BCWD = F.relu(q_BCWK @ k_BCWK.mT / self.size).square() @ v_BCWD
         far_BKD = (far_k_BCWK.mT @ v_BCWD).sum(1) / events
         mixed_BLD = (near_BCWD + far_q_BCWK @ far_BKD.unsqueeze(1)).flatten(1, 2)[:, padding:]
-        out: Tensor = self.to_out(gate_BLD * mixed_BLD)
-        return out
+        return self.to_out(gate_BLD * mixed_BLD)
 
 
 class AutoformerAttention(EfficientAttention):

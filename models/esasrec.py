@@ -59,8 +59,7 @@ class LiGRBlock(nn.Module):
         x_BQD = x_BQD + self.gate_attention(x_BQD).sigmoid() * self.dropout(mixed_BQD)
         squashed_BQE, linear_BQE = self.inner(self.norm(x_BQD)).chunk(2, dim=-1)
         inner_BQE = self.dropout(F.silu(squashed_BQE) * linear_BQE)
-        out: Tensor = x_BQD + self.gate(x_BQD).sigmoid() * self.dropout(self.outer(inner_BQE))
-        return out
+        return x_BQD + self.gate(x_BQD).sigmoid() * self.dropout(self.outer(inner_BQE))
 
 
 class ESASRec(SASRec):

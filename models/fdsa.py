@@ -52,8 +52,7 @@ class Attributes(nn.Module):
         score_NM1 = self.outer(torch.relu(self.inner(x_NMD)))
         none_NM1 = (value_NM == PAD).unsqueeze(-1)
         weight_NM1 = score_NM1.masked_fill(none_NM1, torch.finfo(score_NM1.dtype).min).softmax(-2)
-        out_ND: Tensor = (weight_NM1 * x_NMD).sum(-2)  # padding values are 0
-        return out_ND
+        return (weight_NM1 * x_NMD).sum(-2)  # padding values are 0
 
 
 class Stream(nn.Module):
@@ -94,5 +93,4 @@ class FDSA(ReadsAttributes):
         bias_BLL = attention_bias(batch.items, causal=True)
         item_BLD = self.of_items(self.items(batch.items), bias_BLL, last=last)
         attribute_BLD = self.of_attributes(self.attributes(self.value_VM[batch.items].long()), bias_BLL, last=last)
-        out: Tensor = self.join(torch.cat([item_BLD, attribute_BLD], -1))
-        return out
+        return self.join(torch.cat([item_BLD, attribute_BLD], -1))

@@ -182,8 +182,7 @@ def grouped_linear(x_ME: Tensor, counts_X: Tensor, weight_XEF: Tensor) -> Tensor
     dtypes = (torch.bfloat16,) if x_ME.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(width % 8 == 0 for width in weight_XEF.shape[1:])  # the kernel needs rows aligned to 16 bytes
     if aligned and x_ME.dtype in dtypes and hasattr(F, "grouped_mm"):
-        product: Tensor = F.grouped_mm(x_ME, weight_XEF.to(x_ME.dtype), offs=counts_X.cumsum(0).to(torch.int32))
-        return product
+        return F.grouped_mm(x_ME, weight_XEF.to(x_ME.dtype), offs=counts_X.cumsum(0).to(torch.int32))
     parts = zip(x_ME.split(counts_X.tolist()), weight_XEF, strict=True)
     return torch.cat([part @ weight for part, weight in parts])
 
@@ -214,8 +213,7 @@ class GatedAttention(nn.Module):
         gate_BLE = self.activation(gate_BLE)  # (5)
         bias_BQL, real_BQ = bias_BLL[:, queries], real_BL[:, queries]
         mixed_BLE = mix(q_BLS[:, queries], k_BLS, value_BLE, bias_BQL, real_BQ, self.options, self.training)
-        out: Tensor = self.to_out(gate_BLE * mixed_BLE)  # (6)
-        return out
+        return self.to_out(gate_BLE * mixed_BLE)  # (6)
 
 
 class RotaryAttention(nn.Module):
@@ -234,8 +232,7 @@ class RotaryAttention(nn.Module):
         bias, real = (x[:, queries].repeat_interleave(heads, 0) for x in (bias_BLL, real_BL))
         q, k = rotate(q, k)
         mixed = mix(q[:, queries], k, v, bias, real, self.options, self.training)  # (B * H, Q, K)
-        out: Tensor = self.to_out(mixed.unflatten(0, (-1, heads)).transpose(1, 2).flatten(2))
-        return out
+        return self.to_out(mixed.unflatten(0, (-1, heads)).transpose(1, 2).flatten(2))
 
 
 class Experts(nn.Module):
@@ -316,8 +313,7 @@ class Experts(nn.Module):
         parts = zip(x_MD.split(sizes), self.inner, self.outer, strict=True)
         computed_MD = torch.cat([F.gelu(part_MD @ inner) @ outer for part_MD, inner, outer in parts])
         computed_NKD = computed_MD[order_M.argsort()].unflatten(0, (-1, k))
-        mixed_ND: Tensor = (computed_NKD * gate_NK.unsqueeze(-1)).sum(1)
-        return mixed_ND
+        return (computed_NKD * gate_NK.unsqueeze(-1)).sum(1)
 
     def _routing(self, share_NX: Tensor, counts_X: Tensor, real_N: Tensor) -> Tensor:
         number = real_N.sum().clamp(min=1)

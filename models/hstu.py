@@ -89,8 +89,7 @@ class Unit(nn.Module):
         score_BHQL = q_BHQK @ k_BHLK.mT + self.bias(x_BLD.shape[1], bucket_BLL)[:, queries].unsqueeze(1)
         weight_BHQL = F.silu(score_BHQL) / self.length * visible_BLL[:, queries].unsqueeze(1)
         mixed_BQD = (weight_BHQL @ v_BHLK).transpose(1, 2).flatten(2)
-        out: Tensor = x_BLD[:, queries] + self.to_out(self.dropout(gate_BQD * self.norm_mixed(mixed_BQD)))
-        return out
+        return x_BLD[:, queries] + self.to_out(self.dropout(gate_BQD * self.norm_mixed(mixed_BQD)))
 
     def bias(self, length: int, bucket_BLL: Tensor | None) -> Tensor:
         """Return the bias of scores by positions and times: (B, L, L), or (1, L, L) without times."""
@@ -133,5 +132,4 @@ class HSTU(SequenceModel):
             bucket_BLL = time_bucket(query_BL.unsqueeze(2) - batch.times.unsqueeze(1))
         x_BLD = self.items(batch.items) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        out: Tensor = self.norm(run_blocks(self.units, x_BLD, visible_BLL, bucket_BLL, last=last))
-        return out
+        return self.norm(run_blocks(self.units, x_BLD, visible_BLL, bucket_BLL, last=last))

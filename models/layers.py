@@ -97,8 +97,7 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     logits = query @ key.mT * query.shape[-1] ** -0.5
     if bias is not None:
         logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
-    weight: Tensor = logits.softmax(-1)
-    return weight
+    return logits.softmax(-1)
 
 
 def draws(x: Tensor) -> Tensor:
@@ -135,8 +134,7 @@ def run_blocks(blocks: nn.ModuleList, x_BLD: Tensor, *others: Tensor | None, las
     *earlier, final = blocks
     for block in earlier:
         x_BLD = block(x_BLD, slice(None), *others)
-    out: Tensor = final(x_BLD, slice(-1, None) if last else slice(None), *others)
-    return out
+    return final(x_BLD, slice(-1, None) if last else slice(None), *others)
 
 
 class MultiHeadAttention(nn.Module):
@@ -160,8 +158,7 @@ class MultiHeadAttention(nn.Module):
         else:
             scaled_BHQK = q_BHQK * q_BHQK.shape[-1] ** -0.5
             mixed_BHQK = self.weights(scaled_BHQK @ k_BHLK.mT, bias_BQL) @ v_BHLK
-        out: Tensor = self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))
-        return out
+        return self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))
 
     def project(self, query_BQD: Tensor, source_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, H, Q, K), keys and values (B, H, L, K)."""

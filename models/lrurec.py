@@ -62,8 +62,7 @@ class LinearRecurrentUnit(nn.Module):
         scale_S = self.log_gamma.exp()
         input_BLS = self.to_state(x_BLD).to(scale_S.dtype) * real_BL.unsqueeze(-1)  # bf16 cannot add up a history
         parts = (part * scale_S for part in input_BLS.chunk(2, dim=-1))
-        out: Tensor = self.to_out(torch.cat(self.scan(*parts), -1)[:, queries])
-        return out
+        return self.to_out(torch.cat(self.scan(*parts), -1)[:, queries])
 
     def scan(self, real_BLS: Tensor, imaginary_BLS: Tensor) -> tuple[Tensor, Tensor]:
         """Return h_t = lambda * h_(t-1) + input_t of all positions, as real and imaginary parts.
@@ -100,8 +99,7 @@ class Block(nn.Module):
         """Return the block's output (B, Q, D) at the positions `queries`."""
         x_BQD = self.norm_unit(x_BLD[:, queries] + self.dropout(self.unit(x_BLD, queries, real_BL)))
         inner_BQD = self.dropout(F.gelu(self.inner(x_BQD)))
-        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(inner_BQD)))
-        return out
+        return self.norm(x_BQD + self.dropout(self.outer(inner_BQD)))
 
 
 class LRURec(SequenceModel):

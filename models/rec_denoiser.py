@@ -262,8 +262,7 @@ class RecDenoiser(NoisyGradients):
         return [block.attention.weigh for block in self.blocks] if self.options.attention == "masked" else []
 
     def forward(self, batch: Batch, last: bool = False) -> Tensor:
-        query: Tensor = self.backbone(batch, last)
-        return query
+        return self.backbone(batch, last)
 
     def item_vectors(self) -> Tensor:
         return self.backbone.item_vectors()

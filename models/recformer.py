@@ -280,8 +280,7 @@ class HistoryEncoder(nn.Module):
         bias_BLL = attention_bias(items_BL, causal=True)
         x_BLD = self.to_item(text_BLD)
         x_BLD = self.dropout(x_BLD * x_BLD.shape[2] ** 0.5 + self.positions[-items_BL.shape[1] :])
-        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
-        return out
+        return self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
 
 
 class StepVectors:

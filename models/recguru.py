@@ -70,8 +70,7 @@ class DecoderBlock(nn.Module):
         mixed_BQD = self.attention(x_BLD[:, queries], x_BLD, bias_BLL[:, queries])
         x_BQD = self.norm_attention(x_BLD[:, queries] + self.dropout(mixed_BQD))
         x_BQD = self.norm_gur(x_BQD + self.dropout(self.from_gur(gur_BLD[:, queries])))
-        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
-        return out
+        return self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
 
 
 class RecGURU(TwoDomains):

@@ -80,8 +80,7 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         return self.items.weight[:-1]
 
     def _read(self, items_BL: Tensor, *, causal: bool, last: bool = False) -> Tensor:
-        out: Tensor = self.stream(self.items(items_BL), attention_bias(items_BL, causal=causal), last=last)
-        return out
+        return self.stream(self.items(items_BL), attention_bias(items_BL, causal=causal), last=last)
 
     def training_loss(self, batch: Batch, task: TaskLoss) -> dict[str, Tensor]:
         """See `SequenceModel.training_loss`; in pre-training, the four terms."""
@@ -122,8 +121,7 @@ class S3Rec(ReadsAttributes, SelfSupervised):
         score_NK = self.heads[name](out_ND) @ self.attributes.weight.T
         value_NM = self.value_VM[item_N].long()
         own_NM = score_NK.gather(1, value_NM).masked_fill(value_NM == PAD, 0)
-        loss: Tensor = F.softplus(score_NK[:, 1:]).sum() - own_NM.sum()
-        return loss
+        return F.softplus(score_NK[:, 1:]).sum() - own_NM.sum()
 
     def segment_term(self, items_BL: Tensor, inside_BL: Tensor, other_BL: Tensor) -> Tensor:
         """Return the loss of telling the missing segment of a history from another segment (paper, eq. 8).

@@ -44,8 +44,7 @@ class Block(nn.Module):
         pairs_BQL = (pair_BLL[:, queries] for pair_BLL in pairs_BLL)
         x_BQD = query_BQD + self.attention(query_BQD, x_BLD, bias_BLL[:, queries], *pairs_BQL)
         x_BQD = self.norm(x_BQD)
-        out: Tensor = x_BQD + self.dropout(self.outer(self.dropout(torch.relu(self.inner(x_BQD)))))
-        return out
+        return x_BQD + self.dropout(self.outer(self.dropout(torch.relu(self.inner(x_BQD)))))
 
 
 class SASRec(ReadsWords):
@@ -70,5 +69,4 @@ class SASRec(ReadsWords):
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.embed(batch.items) * self.scale + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
-        return out
+        return self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))

@@ -146,8 +146,7 @@ class Attention(nn.Module):
             )
             mixed = [self._mix(q, F.linear(source_BLD, rows, shifts), bias) for rows, shifts, q in slices]
             mixed_BQD = mixed[0] if parts == 1 else torch.cat(mixed, -1)
-        out: Tensor = self.to_out(mixed_BQD)
-        return out
+        return self.to_out(mixed_BQD)
 
     def _mix(self, q_BQE: Tensor, key_value: Tensor, bias: Tensor | None) -> Tensor:
         width = self.to_out.in_features // self.heads
@@ -188,13 +187,11 @@ class Block(nn.Module):
             query_BQD = source_BLD.gather(1, rows.unsqueeze(-1).expand(-1, -1, source_BLD.shape[2]))
         else:
             query_BQD = source_BLD if rows == EVERY_ROW else source_BLD[:, rows]
-        out: Tensor = self.norm_attention(query_BQD + self.dropout(self.attention(query_BQD, source_BLD, bias)))
-        return out
+        return self.norm_attention(query_BQD + self.dropout(self.attention(query_BQD, source_BLD, bias)))
 
     def transform(self, x_BQD: Tensor) -> Tensor:
         """Return the point-wise network's output (B, Q, D)."""
-        out: Tensor = self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
-        return out
+        return self.norm(x_BQD + self.dropout(self.outer(F.gelu(self.inner(x_BQD)))))
 
 
 class Sampler(nn.Module):
@@ -251,8 +248,7 @@ class Sampler(nn.Module):
         """Return the network's value for `times` (...), seconds relative to the last event."""
         hidden = self.inner(_transformed(times, self.options.transform).unsqueeze(-1))
         hidden = torch.tanh(hidden) if self.options.activation == "tanh" else torch.relu(hidden)
-        out: Tensor = self.outer(hidden).squeeze(-1)
-        return out
+        return self.outer(hidden).squeeze(-1)
 
     @torch.no_grad()
     def measure(self, batch: Batch, score_BL: Tensor, real_BL: Tensor) -> None:
@@ -379,8 +375,7 @@ class STRec(SequenceModel):
         return {"task": task(query_B1D).sum()}
 
     def _embedded(self, items_BL: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.norm(self.items(items_BL) + self.positions[-items_BL.shape[1] :]))  # (2)
-        return out
+        return self.dropout(self.norm(self.items(items_BL) + self.positions[-items_BL.shape[1] :]))  # (2)
 
     def _gathered(self, batch: Batch) -> Tensor:
         """Return (B, 1, D), computing `rows` of each layer: one gather, then slices (eqs. 6-8)."""
@@ -438,8 +433,7 @@ class STRec(SequenceModel):
     def _scores(self, batch: Batch, real_BL: Tensor | None, hard: bool) -> Tensor:
         assert self.sampler is not None
         steps = bool(self.options.hash_bins) and hard and self.phase != "soft"
-        scores: Tensor = self.sampler(batch, real_BL, steps)
-        return scores
+        return self.sampler(batch, real_BL, steps)
 
     def _fading(self, query_BQ: Tensor, key_BL: Tensor, real_BL: Tensor) -> Tensor:
         """Return the bias of a layer's logits, from S of its queries and of its keys (eqs. 11 and 12)."""

@@ -207,13 +207,11 @@ class WindowAttention(nn.Module):
         query, key, value = Neighbours.apply(self.local(x_BTD), *sizes)  # type: ignore[no-untyped-call]
         mixed_BTD = attend(query, key, value, view.local).transpose(1, 2).reshape(x_BTD.shape)
         summary_B1D = self._summarise(x_BTD, view).to(mixed_BTD.dtype)
-        out: Tensor = self.to_out(torch.slice_scatter(mixed_BTD, summary_B1D, 1, 0, 1))
-        return out
+        return self.to_out(torch.slice_scatter(mixed_BTD, summary_B1D, 1, 0, 1))
 
     def summary(self, x_BTD: Tensor, view: View) -> Tensor:
         """Return the first position of `forward` (B, 1, D) alone."""
-        out: Tensor = self.to_out(self._summarise(x_BTD, view))
-        return out
+        return self.to_out(self._summarise(x_BTD, view))
 
     def _summarise(self, x_BTD: Tensor, view: View) -> Tensor:
         """Return the attention output (B, 1, D) of [CLS], in fp32."""
@@ -251,8 +249,7 @@ class Block(nn.Module):
 
     def _finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = self.norm_attention(x + self.dropout(mixed))
-        out: Tensor = self.norm(x + self.dropout(self.outer(F.gelu(self.inner(x)))))
-        return out
+        return self.norm(x + self.dropout(self.outer(F.gelu(self.inner(x)))))
 
 
 class Encoder(nn.Module):
@@ -283,8 +280,7 @@ class Encoder(nn.Module):
             x_BTD.add_(self.places(text.places_BT))
         x_BTD = self.dropout(self.norm(x_BTD))
         if not self.blocks:
-            embedded: Tensor = x_BTD
-            return embedded
+            return x_BTD
         filled = -size % BLOCK if size >= 2 * BLOCK else 0  # whole blocks
         x_BTD, real_BT = F.pad(x_BTD, (0, 0, 0, filled)), F.pad(text.real_BT, (0, filled))
         seen = view(real_BT, self.options.window)
@@ -292,8 +288,7 @@ class Encoder(nn.Module):
             x_BTD = block(x_BTD, seen)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        out: Tensor = last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]
-        return out
+        return last.summary(x_BTD, seen) if only_first else last(x_BTD, seen)[:, :size]
 
     def vectors(self, texts: ItemTexts, items_BL: Tensor) -> Tensor:
         """Return the vectors (B, D) of histories, left-padded, or of items (B, 1)."""
@@ -347,8 +342,7 @@ class WordHead(nn.Module):
 
     def forward(self, x_ND: Tensor, word_WD: Tensor) -> Tensor:
         """Return logits (N, W)."""
-        logits_NW: Tensor = F.linear(self.norm(F.gelu(self.dense(x_ND))), word_WD, self.bias)
-        return logits_NW
+        return F.linear(self.norm(F.gelu(self.dense(x_ND))), word_WD, self.bias)
 
     def loss(self, encoder: Encoder, texts: ItemTexts, probability: float, items_BL: Tensor) -> Tensor:
         """Return the mean over masked tokens of -log p(token) (paper, eq. 9)."""

@@ -84,8 +84,7 @@ class IntervalAttention(MultiHeadAttention):
         weight_BHQL = self.weights(score_BHQL, bias_BQL)
         mass_BHQI = torch.zeros_like(by_interval_BHQI, dtype=weight_BHQL.dtype).scatter_add(3, index_BHQL, weight_BHQL)
         mixed_BHQK = weight_BHQL @ (v_BHLK + self.position_value[:, -length:]) + mass_BHQI @ self.interval_value
-        out: Tensor = self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))
-        return out
+        return self.to_out(mixed_BHQK.transpose(1, 2).flatten(2))
 
 
 class TiSASRec(SequenceModel):
@@ -109,5 +108,4 @@ class TiSASRec(SequenceModel):
         bias_BLL = attention_bias(batch.items, causal=True)
         interval_BLL = intervals(batch, self.options.max_interval)
         x_BLD = self.dropout(self.items(batch.items) * self.options.d_model**0.5)
-        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, interval_BLL, last=last))
-        return out
+        return self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, interval_BLL, last=last))

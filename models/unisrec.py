@@ -76,8 +76,7 @@ class Adaptor(nn.Module):
         maps_GDX = self.maps.weight.unflatten(0, (len(self.shifts), -1))
         shift_GD = (maps_GDX @ self.shifts.unsqueeze(2)).squeeze(2)
         expert_NGD = self.maps(self.dropout(text_NX)).unflatten(-1, shift_GD.shape) - shift_GD  # W (x - b)
-        out_ND: Tensor = (logit_NG.softmax(-1).unsqueeze(-2) @ expert_NGD).squeeze(-2)
-        return out_ND
+        return (logit_NG.softmax(-1).unsqueeze(-2) @ expert_NGD).squeeze(-2)
 
 
 class UniSRec(ReadsVectors, Transferable):

@@ -46,8 +46,7 @@ class Words(nn.Module):
         if torch.compiler.is_exporting():  # a graph cannot choose words, nor distinct items
             value_M = self.value_VM[items].long()
             number_1 = (value_M != PAD).sum(-1, keepdim=True).clamp(min=1)
-            out: Tensor = self.vectors(value_M).sum(-2) * number_1.rsqrt()
-            return out
+            return self.vectors(value_M).sum(-2) * number_1.rsqrt()
         distinct_N, place = items.unique(return_inverse=True)
         value_NM = self.value_VM[distinct_N]
         word_NM = value_NM != PAD

@@ -58,9 +58,7 @@ class ZESRec(ReadsVectors):
         bias_BLL = attention_bias(batch.items, causal=True)
         x_BLD = self.to_item(self.text_VX[batch.items]) * self.options.d_model**0.5 + self.positions[-length:]
         x_BLD = self.dropout(x_BLD)
-        out: Tensor = self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
-        return out
+        return self.norm(run_blocks(self.blocks, x_BLD, bias_BLL, last=last))
 
     def item_vectors(self) -> Tensor:
-        vectors: Tensor = self.to_item(self.text_VX)
-        return vectors
+        return self.to_item(self.text_VX)

@@ -127,8 +127,7 @@ def _limit_requests(client: kfp.Client) -> None:
 
 
 def _cluster(package: Package) -> KubernetesConfig:
-    section: KubernetesConfig = load(package.params).section("kubernetes")
-    return section
+    return load(package.params).section("kubernetes")
 
 
 @contextmanager

@@ -150,16 +150,14 @@ class _Dag:
             source=source,
             **self.form,
         )
-        found: Outputs = task.set_caching_options(enable_caching=False).outputs
-        return found
+        return task.set_caching_options(enable_caching=False).outputs
 
     def _each_model(self) -> dsl.ParallelFor:
         return dsl.ParallelFor(items=self.form["models"], name="models", parallelism=self.cluster.parallelism)
 
     def _own(self, model: Any) -> Outputs:
         """Return all settings that the steps of a model read: the local runner hands no output into a loop."""
-        found: Outputs = self._task(steps.model_settings, params=self.compiled, model=model, **self.form).outputs
-        return found
+        return self._task(steps.model_settings, params=self.compiled, model=model, **self.form).outputs
 
     def _prepared(self, given: Outputs, subject: str = "") -> tuple[Any, Any, Any]:
         """Return tables, their validation, and sequences; a failed validation leaves all after it undone."""

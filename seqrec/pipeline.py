@@ -66,8 +66,7 @@ class Stage:
     @property
     def function(self) -> Callable[..., dict[str, float]]:
         """The function; its module is imported here, because some take seconds."""
-        found: Callable[..., dict[str, float]] = pkgutil.resolve_name(f"seqrec.stages.{self.name}:{self.name}")
-        return found
+        return pkgutil.resolve_name(f"seqrec.stages.{self.name}:{self.name}")
 
     def taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what of `given` is an argument of the function."""

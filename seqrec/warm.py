@@ -172,8 +172,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> list[str]:
     del os.environ[SOCKET]  # what it starts itself is not a stage
     if os.environ.get("OMP_NUM_THREADS", "").isdigit() and "torch" in sys.modules:  # which it reads on import alone
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    argv: list[str] = request["argv"]
-    return argv
+    return request["argv"]
 
 
 def _be_warm(path: str, modules: Sequence[str]) -> list[str]:

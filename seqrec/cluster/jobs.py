@@ -327,8 +327,7 @@ class _Jobs:
         return spark or "; ".join(condition.get("message", "") for condition in status.get("conditions", ()))
 
     def _found(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._call(self.api.get_namespaced_custom_object, name=self.name)
-        return found
+        return self._call(self.api.get_namespaced_custom_object, name=self.name)
 
     def _call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         try:

@@ -247,8 +247,7 @@ def _difference(reports: Sequence[Path], base: Sequence[Path]) -> FloatArray:
         reports, base = [ours[seed] for seed in both], [theirs[seed] for seed in both]
     values, others = ndcg_of_cases(reports)[1], ndcg_of_cases(base)[1]
     alike = both or 1 in (len(values), len(others))
-    difference: FloatArray = values - (others if alike else others.mean(0))
-    return difference
+    return values - (others if alike else others.mean(0))
 
 
 def ndcg_of_cases(reports: Sequence[Path]) -> tuple[Any, Any]:

@@ -169,8 +169,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
             create(architecture, options, Catalogue(num_items=1, num_users=1, length=options.length, tokens=words))
         except ValueError as error:
             raise ConfigError(f"models.{name}.options: {error}") from error
-    needs: frozenset[str] = architecture.needs_of(options)
-    return needs
+    return architecture.needs_of(options)
 
 
 def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:

@@ -271,7 +271,7 @@ def choose(
         def added(config: CountsConfig, name: str = name) -> FloatArray:
             without: dict[str, Any] = {name: 0.0, f"{name}_decay": FURTHER_DECAYS[name][0]}
             rank_WC = by_weight(replace(config, **without), name, getattr(config, f"{name}_decay"))
-            return rank_WC[WEIGHTS.index(getattr(config, name))]  # type: ignore[no-any-return]
+            return rank_WC[WEIGHTS.index(getattr(config, name))]
 
         axis = [{name: weight, f"{name}_decay": decay} for decay in FURTHER_DECAYS[name] for weight in WEIGHTS]
         found = search(added, cases.user, [found.values, *found.folds], [axis], value=value)

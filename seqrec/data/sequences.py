@@ -185,12 +185,12 @@ def _negatives(directory: Path) -> Tensor:
 
 def read_items(directory: Path) -> list[str]:
     """Return the item_id of items 1, 2, ... of the prepared dataset."""
-    return read_table(directory / VOCABULARY, ["item_id"])["item_id"].to_pylist()  # type: ignore[no-any-return]
+    return read_table(directory / VOCABULARY, ["item_id"])["item_id"].to_pylist()
 
 
 def read_users(directory: Path) -> list[str]:
     """Return the user_id of users 1, 2, ... of the prepared dataset."""
-    return read_table(directory / USERS, ["user_id"])["user_id"].to_pylist()  # type: ignore[no-any-return]
+    return read_table(directory / USERS, ["user_id"])["user_id"].to_pylist()
 
 
 def cases(data: Sequences, split: str) -> Cases:

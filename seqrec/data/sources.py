@@ -15,8 +15,7 @@ from seqrec.data import readers
 
 
 def _read_yaml(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    return content
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 PUBLISHED = _read_yaml("sources.yaml")

@@ -96,8 +96,7 @@ def _located(address: str) -> tuple[fs.FileSystem, str]:
         if not os.environ.get(ACCOUNT):
             raise ConfigError(f"{address}: set {ACCOUNT} to the name of the storage account")
         return fs.AzureFileSystem(os.environ[ACCOUNT], account_key=os.environ.get(KEY)), path
-    located: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(address)
-    return located
+    return fs.FileSystem.from_uri(address)
 
 
 @contextmanager

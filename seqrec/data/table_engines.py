@@ -101,8 +101,7 @@ class Spark:
         open_table(path)  # Spark's own error is not a ValueError
         # not a pattern, and not on the cluster's default file system, from which the rest of seqrec does not read
         local = "file://" + re.sub(r"[\\*?{}\[\]]", r"\\\g<0>", str(path.absolute()))
-        frame: Frame = nw.from_native(self.session.read.parquet(local))
-        return frame
+        return nw.from_native(self.session.read.parquet(local))
 
     def table(self, frame: Frame) -> Table:
         """Return the rows of `frame` in the driver's memory."""
@@ -114,8 +113,7 @@ class Spark:
 
     def keep(self, frame: Frame) -> Frame:
         """Materialise `frame`."""
-        kept: Frame = nw.from_native(frame.to_native().localCheckpoint())
-        return kept
+        return nw.from_native(frame.to_native().localCheckpoint())
 
     def store(self, frame: Frame) -> Frame:
         """Materialise `frame`."""

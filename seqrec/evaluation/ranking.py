@@ -106,8 +106,7 @@ def model_scorer(model: SequenceModel, known_U: Tensor | None = None) -> Scorer:
         batch = sequences.window(data, user, stop, width, from_request=model.options.from_request)
         if known_U is not None:
             batch = batch._replace(user=torch.where(data.sent(known_U[user]), batch.user, 0))
-        query_BD: Tensor = model(model.asked(batch), last=True)[:, 0].float()
-        return query_BD
+        return model(model.asked(batch), last=True)[:, 0].float()
 
     def scorer(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
         length = (stop - data.start[user]).clamp(max=model.options.length)

@@ -57,8 +57,7 @@ class _Top(nn.Module):
         if self.counts is not None:
             score_BV = self.counts(score_BV, items if earlier is None else torch.cat([earlier, items], 1))
         score_BV = score_BV.scatter(1, torch.nn.functional.pad(hidden, (1, 0)), float("-inf"))  # 0 is padding
-        found: tuple[Tensor, Tensor] = score_BV.topk(self.k)
-        return found
+        return score_BV.topk(self.k)
 
 
 class _Counts(nn.Module):

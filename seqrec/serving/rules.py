@@ -199,15 +199,13 @@ def most_relevant_and_diverse(
 
 def unit(vector_ND: Floats) -> Floats:
     """Return vectors of length 1 in the same directions; 0 stays 0."""
-    unit_ND: Floats = vector_ND / np.maximum(np.linalg.norm(vector_ND, axis=1, keepdims=True), 1e-12)
-    return unit_ND
+    return vector_ND / np.maximum(np.linalg.norm(vector_ND, axis=1, keepdims=True), 1e-12)
 
 
 def _between_0_and_1(score_N: Floats) -> Floats:
     if not len(score_N):
         return score_N
-    share_N: Floats = (score_N - score_N.min()) / np.maximum(score_N.max() - score_N.min(), 1e-12)
-    return share_N
+    return (score_N - score_N.min()) / np.maximum(score_N.max() - score_N.min(), 1e-12)
 
 
 def explored(chosen: Sequence[int], number: int, share: float, draw: random.Random) -> list[int]:

@@ -53,7 +53,7 @@ class TorchEngine:
 
     def queries(self, batch: Batch) -> Tensor:
         """Return the queries (B, D) of histories."""
-        return self.model(self.model.asked(self.model.seen(batch)), last=True)[:, 0].float()  # type: ignore[no-any-return]
+        return self.model(self.model.asked(self.model.seen(batch)), last=True)[:, 0].float()
 
     def of_queries(self, query_BD: Tensor, items_BL: Tensor) -> Tensor:
         """Return the scores (B, V) of all items, counts included."""

@@ -335,8 +335,7 @@ def _write_negatives(sequences: Path, ends: Ends, num_items: int, config: Prepar
 
 def _lists(sequences: Path) -> list[pa.Array]:
     """Return the memory-mapped items of each user, by shard."""
-    chunks: list[pa.Array] = artifacts.map_ipc(sequences / artifacts.SEQUENCES)["items"].chunks
-    return chunks
+    return artifacts.map_ipc(sequences / artifacts.SEQUENCES)["items"].chunks
 
 
 def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
@@ -357,5 +356,4 @@ def _growth(sequences: Path, config: PrepareConfig) -> dict[str, Any]:
 def _item_events(sequences: Path) -> IntArray:
     size = artifacts.open_table(sequences / artifacts.VOCABULARY).metadata.num_rows + 1
     counts = [np.bincount(chunk.values.to_numpy(), minlength=size) for chunk in _lists(sequences)]
-    total: IntArray = np.sum(counts, axis=0)[1:]
-    return total
+    return np.sum(counts, axis=0)[1:]

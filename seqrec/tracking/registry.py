@@ -359,8 +359,7 @@ def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, A
     client, name = runs.connect(config), f"seqrec-{dataset}"
     with runs.explained(config):
         version = _find_alias(client, name, REFERENCE) or find_champion(client, name)
-    found: dict[str, Any] = json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
-    return found
+    return json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
 
 
 def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> None:

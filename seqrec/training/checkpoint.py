@@ -195,5 +195,4 @@ def recounted(vocabulary: pa.Table, count: Tensor) -> bytes:
 def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table.cast(MODEL_VOCABULARY_SCHEMA), sink, compression="zstd")
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return sink.getvalue().to_pybytes()

@@ -48,8 +48,7 @@ class Optimizers:
     @property
     def rate(self) -> float:
         """The learning rate of every parameter group."""
-        rate: float = self.parts[0].param_groups[0]["lr"]
-        return rate
+        return self.parts[0].param_groups[0]["lr"]
 
     @rate.setter
     def rate(self, rate: float) -> None:

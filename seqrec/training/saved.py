@@ -79,7 +79,7 @@ class Saved:
     @property
     def item_ids(self) -> list[str]:
         """The ids of items 1, 2, ..."""
-        return self.vocabulary["item_id"].to_pylist()  # type: ignore[no-any-return]
+        return self.vocabulary["item_id"].to_pylist()
 
     @property
     def item_counts(self) -> NDArray[np.int64]:

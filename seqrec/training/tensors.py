@@ -38,8 +38,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         DamagedError: it is no such file, or not complete.
     """
     with whole(path):
-        tensors: dict[str, Tensor] = load_file(path)
-        return tensors
+        return load_file(path)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
