@@ -115,6 +115,7 @@ class SequenceModel(nn.Module):
     biased = False  # whether the last column of the item vectors is a bias, or a constant for the query's last column
     reads_events: ClassVar[bool] = False  # whether the keys of its last attention are the events, in order
     undecayed: ClassVar[tuple[str, ...]] = ()  # name suffixes of matrices without weight decay; vectors never have any
+    clipped_apart: ClassVar[tuple[str, ...]] = ()  # name suffixes of parameters, clipped by a norm of their own
     other_views: ClassVar[frozenset[str]] = frozenset()  # phases whose training queries are not those of `forward`
     shortest = 1  # minimum number of positions in an exported graph; shorter inputs are padded
 

@@ -94,9 +94,3 @@ class TwoDomains(SelfSupervised):
     def drop_domain(self) -> None:
         """Remove the second domain, if there is one."""
         raise NotImplementedError
-
-
-class NoisyGradients(SequenceModel):
-    """Estimates the gradients of some parameters; their noise must not scale down the gradients of the others."""
-
-    clipped_apart: ClassVar[tuple[str, ...]]  # name suffixes of these parameters; they are clipped by their own norm

@@ -35,7 +35,6 @@ from seqrec.models import attention_weights
 from seqrec.models.base import PAD, Batch, Catalogue, Options, SequenceModel, TaskLoss, require
 from seqrec.models.bert4rec import BERT4Rec
 from seqrec.models.layers import attention_bias
-from seqrec.models.optional import NoisyGradients
 from seqrec.models.sasrec import SASRec
 from seqrec.models.ssept import SSEPT
 from seqrec.models.tisasrec import TiSASRec
@@ -201,14 +200,14 @@ def recorded(blocks: Sequence[nn.Module]) -> Iterator[list[tuple[Any, ...]]]:
             hook.remove()
 
 
-class RecDenoiser(NoisyGradients):
+class RecDenoiser(SequenceModel):
     """A backbone with masked attention; without masks and penalties, it equals the backbone."""
 
     Options = RecDenoiserOptions
     options: RecDenoiserOptions
     objectives = SASRec.objectives  # those of the default backbone; instances have their own
     reads_events = True
-    clipped_apart = ("raw_XLL",)
+    clipped_apart = ("raw_XLL",)  # its gradients are noisy estimates
     undecayed = ("raw_XLL",)  # eq. 4 decays Theta only; the penalty of Phi is `l0`
 
     def __init__(self, options: RecDenoiserOptions, catalogue: Catalogue) -> None:

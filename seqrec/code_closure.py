@@ -124,8 +124,9 @@ def _imports(text: str, lazy: bool) -> tuple[str, ...]:
     for node in _statements(ast.parse(text), lazy):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.ImportFrom):
+            package = [node.module] if node.module else []  # `from . import a` names none
+            names += (*package, *(".".join([*package, alias.name]) for alias in node.names))
     return tuple(names)
 
 

@@ -157,6 +157,9 @@ def prepare_rows(folder, rows, dataset="synthetic", ratings=(), **config) -> Pat
     return folder / "sequences"
 
 
+FACTS = {"model": "model", "fingerprint": "", "seconds": 0.0, "filter_seen": True, "median_gap": 86_400.0}
+
+
 def save(architecture, prepared, folder, counts=None, options=None, **card):
     """An untrained model as serving finds it; with the count term of the values `counts`, if given."""
     data = sequences.load(prepared)
@@ -165,7 +168,7 @@ def save(architecture, prepared, folder, counts=None, options=None, **card):
         folder.mkdir(parents=True, exist_ok=True)
         card["counts"] = save_counts(folder, term.build(data, counts), asdict(counts))
     items = prepared.parent / artifacts.ITEMS
-    save_model(folder, model, {"filter_seen": True, **card}, catalogue_files(prepared, items))
+    save_model(folder, model, {**FACTS, **card}, catalogue_files(prepared, items))
     return folder
 
 

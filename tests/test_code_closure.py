@@ -89,7 +89,8 @@ def test_a_model_of_ones_own_decides_with_what_it_imports(tmp_path, monkeypatch)
     text = "import numpy\nimport own_part\nfrom seqrec.models.caser import Caser\n\n\nclass Mine(Caser): pass\n"
     (tmp_path / "own_model.py").write_text(text)
     (tmp_path / "own_part.py").write_text("import own_detail")
-    (tmp_path / "own_detail.py").write_text("SCALE = 1")
+    (tmp_path / "own_detail.py").write_text("def scale():\n    from . import own_scale")
+    (tmp_path / "own_scale.py").write_text("SCALE = 1")
     (tmp_path / "unread.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(REGISTRY, "mine", importlib.import_module("own_model").Mine)
@@ -97,7 +98,7 @@ def test_a_model_of_ones_own_decides_with_what_it_imports(tmp_path, monkeypatch)
     assert (REGISTRY.place("mine"), name_of(REGISTRY["mine"])) == ("own_model:Mine", "mine")
     found = deciding("seqrec.stages.finetune", REGISTRY.module("mine"))
     assert Path("seqrec/models/caser.py") in found
-    own = ("own_detail.py", "own_model.py", "own_part.py")
+    own = ("own_detail.py", "own_model.py", "own_part.py", "own_scale.py")
     assert [path for path in found if path.is_absolute()] == [tmp_path / name for name in own]
 
 

@@ -21,8 +21,8 @@ PANEL = 300  # pixels, height
 SAME = 1e-4  # two values of a metric that round to the same figure differ by less
 # Okabe and Ito's colours for colour-blind readers, without yellow, which vanishes on white, and black, on dark
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-SYMBOLS = ("square", "diamond", "cross", "triangle-up", "x")  # of the baselines, whose greys are hard to tell apart
-GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686")  # of the baselines
+SYMBOLS = ("square", "diamond", "cross", "triangle-up", "x", "star")  # of the baselines, whose greys are alike
+GREYS = ("#767676", "#949494", "#5F5F5F", "#ABABAB", "#868686", "#A0A0A0")  # of the baselines
 WHISKERS = "#808080"  # of bars: plotly's own cannot be seen on a dark page
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 WORDS = {  # axis titles

@@ -130,7 +130,7 @@ def _write_pages(out: Path, board: Mapping[str, Any], params: Params) -> None:
     """Write the report, and the card of the best model."""
     from seqrec.analysis import examples, report
     from seqrec.tracking.model_card import model_card
-    from seqrec.training.checkpoint import load_checkpoint
+    from seqrec.training import saved
 
     reports, folder = out / "reports", out / "data" / "sequences"
     names = [row["model"] for row in board["rows"]]
@@ -145,8 +145,8 @@ def _write_pages(out: Path, board: Mapping[str, Any], params: Params) -> None:
         number=register.examples,
         seed=register.seed,
     )
-    histories = {name: load_checkpoint(folder).epoch_records() for name, folder in folders.items()}
+    histories = {name: saved.read(path).epoch_records() for name, path in folders.items()}
     metrics = {name: read_json(reports / name / METRICS) for name in names}
     write_text(reports / REPORT_PAGE, report.page(board, metrics, histories, shown))
     facts = map(read_json, (reports / best / METRICS, folder / SPLIT_CARD, out / "data" / SOURCE_CARD))
-    write_text(out / CARD, model_card(load_checkpoint(folders[best]).card, *facts))
+    write_text(out / CARD, model_card(saved.read(folders[best]).card, *facts))

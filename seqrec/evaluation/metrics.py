@@ -99,7 +99,7 @@ def list_metrics(items_UK: Tensor, count_V: Tensor) -> dict[str, float]:
         "coverage": (exposure > 0).double().mean().item(),
         "gini": ((2 * order - num_items - 1) * ordered).sum().item() / (num_items * total.item()),
         "mean_popularity": count[shown].mean().item() if len(shown) else 0.0,
-        "tail_share": 1 - exposure[head_items(count_V)[1:].cpu()].sum().item() / total.item(),
+        "tail_share": exposure[~head_items(count_V)[1:].cpu()].sum().item() / total.item(),
         "novelty": information[shown].mean().item() if len(shown) else 0.0,
     }
 

@@ -24,7 +24,7 @@ from seqrec.artifacts import TOKENIZER
 from seqrec.config import RegisterConfig
 from seqrec.serving import rules
 from seqrec.serving.rules import Floats, Items
-from seqrec.training.saved import DAY, Saved
+from seqrec.training.saved import Saved
 
 if TYPE_CHECKING:
     from seqrec.serving.torch_engine import TorchEngine
@@ -216,7 +216,7 @@ class Recommender:
         *,
         filter_seen: bool,
         name: str = "model",
-        gap: float = DAY,
+        gap: float = 86_400.0,
         tokenizer: str = "",
         titles: Mapping[str, str] | None = None,
     ) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from seqrec.config import ConfigError, TrainConfig
 from seqrec.models.base import SequenceModel
-from seqrec.models.optional import NoisyGradients
 from seqrec.training.tensors import below
 
 
@@ -97,7 +96,7 @@ def _sparse_tables(model: SequenceModel) -> list[Tensor]:
 
 
 def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
-    """Clip the joint norm of the gradients to `limit`; the noisy ones of `NoisyGradients` are clipped separately.
+    """Clip the joint norm of the gradients to `limit`; those of `clipped_apart` are clipped separately.
 
     Each member of an ensemble is clipped as if it were alone; its loss, and with it its gradient, is divided by their
     number.
@@ -107,9 +106,8 @@ def clip_gradients(model: SequenceModel, limit: float) -> Tensor:
     """
     norms = []
     for part in model.parts:
-        noisy = part.clipped_apart if isinstance(part, NoisyGradients) else ()
         for chosen in (False, True):
-            named = [p for name, p in part.named_parameters() if name.endswith(noisy) is chosen]
+            named = [p for name, p in part.named_parameters() if name.endswith(part.clipped_apart) is chosen]
             if parameters := [p for p in named if p.grad is not None]:  # the norm of none would lie on the CPU
                 norms.append(_clip(parameters, limit / len(model.parts)))
     return torch.stack(norms).sum()

@@ -30,7 +30,6 @@ from seqrec.config import ConfigError, Section, parse
 from seqrec.config.ranges import Bounds, Count, NotNegative
 
 FILES = (VOCABULARY, USERS, TOKENIZER)  # files that a card may list besides weights and tokens
-DAY = 86_400.0
 Number = Annotated[int, Bounds(ge=1, lt=2**31 - 1)]  # of items: int32, with one number more for padding
 
 
@@ -53,14 +52,14 @@ class Card(Section):
     parameters: Count
     files: dict[str, str]  # SHA-256 by name
     weights_sha256: str
-    model: str = "model"
+    model: str
+    fingerprint: str
+    seconds: NotNegative
+    filter_seen: bool
+    median_gap: NotNegative  # seconds
     stage: str = "finetune"
-    fingerprint: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)
-    seconds: NotNegative = 0.0
-    filter_seen: bool = False
-    median_gap: NotNegative = DAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +107,7 @@ class Saved:
             DamagedError: the file is missing, or not the one that the card lists.
         """
         path = self.folder / EPOCH_RECORDS
-        if "history_sha256" in self.card:  # older cards have none
-            check_digest(path, self.card["history_sha256"])
+        check_digest(path, self.card["history_sha256"])
         with whole(path):
             return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

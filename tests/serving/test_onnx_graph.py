@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import requests
-from support import MODULES, ROOT, has_option, save
+from support import FACTS, MODULES, ROOT, has_option, save
 
 from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY
 from seqrec.config import RegisterConfig, ServeConfig
@@ -99,10 +99,10 @@ def test_a_graph_that_does_not_belong_to_the_files_beside_it_is_refused(prepared
     (together / GRAPH).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused()
     (together / GRAPH).write_bytes(content)
-    save_model(together, model, {"filter_seen": True}, catalogue_files(prepared))  # without titles
+    save_model(together, model, FACTS, catalogue_files(prepared))  # without titles
     refused()
     model.items.weight.data += 1
-    save_model(together, model, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
+    save_model(together, model, FACTS, catalogue_files(prepared, prepared.parent / ITEMS))
     refused()
 
 
@@ -155,7 +155,7 @@ def test_the_weights_are_loaded_when_the_graph_cannot_answer_and_must_still_be_i
     assert first.similar("i1").items == Recommender.load(together).similar("i1").items
     other = load_checkpoint(together).model
     other.items.weight.data += 1
-    save_model(together, other, {"filter_seen": True}, catalogue_files(prepared, prepared.parent / ITEMS))
+    save_model(together, other, FACTS, catalogue_files(prepared, prepared.parent / ITEMS))
     assert first.similar("i1").items
     assert second.recommend(["i1"]).items == first.recommend(["i1"]).items
     with pytest.raises(RuntimeError, match="export it again; then start the service again"):

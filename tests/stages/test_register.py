@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -64,10 +65,12 @@ def train_model(root, name, d_model):
     prepared = data.load(root / "data/sequences")
     torch.manual_seed(d_model)
     facts = {"stage": "finetune", "seconds": 7.0, "config": asdict(FinetuneConfig()), "split": split_of(prepared.card)}
+    history = "".join(json.dumps(record) + "\n" for record in EPOCH_RECORDS)
     facts |= {"model": name, "fingerprint": f"{name}-{d_model}"}
+    facts["history_sha256"] = hashlib.sha256(history.encode()).hexdigest()
     options = {"length": 6, "d_model": d_model, "layers": 1}
     folder = save("sasrec", root / "data/sequences", root / "artifacts" / name / "finetuned", options=options, **facts)
-    (folder / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in EPOCH_RECORDS))
+    (folder / "history.jsonl").write_text(history)
     report, scorer = {"parameters": 100 * d_model, "train_seconds": 7.0}, model_scorer(load_checkpoint(folder).model)
     with torch.no_grad():
         results.report(scorer, prepared, root / "reports" / name, EVALUATE, report)

@@ -1,6 +1,6 @@
 from dataclasses import asdict
 
-from support import make_model
+from support import FACTS, make_model
 
 from seqrec.artifacts import read_json
 from seqrec.config import CountsConfig
@@ -30,7 +30,7 @@ METRICS = {
 
 
 def written(folder, architecture, config=(), **options):
-    card = {"model": "mine", "fingerprint": "f" * 32, "config": dict(config)}
+    card = {**FACTS, "model": "mine", "fingerprint": "f" * 32, "config": dict(config)}
     save_model(folder, make_model(architecture, **options), card, {})
     return read_json(folder / "config.json")
 

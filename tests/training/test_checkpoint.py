@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import exit_of, make_model, run, run_finetune, save
+from support import FACTS, exit_of, make_model, run, run_finetune, save
 
 from seqrec.artifacts import read_json, sha256
 from seqrec.config import CountsConfig, EvaluateConfig
@@ -105,7 +105,7 @@ def test_a_file_that_is_another_or_cut_or_gone_is_refused(copy, name):
 
 def test_every_architecture_is_built_as_it_was_saved(architecture, prepared, tmp_path):
     model = make_model(architecture[0]).eval()
-    save_model(tmp_path, model, {}, catalogue_files(prepared))
+    save_model(tmp_path, model, FACTS, catalogue_files(prepared))
     before = torch.get_rng_state()
 
     loaded = load_checkpoint(tmp_path).model

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from support import add_noise
+from support import FACTS, add_noise
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from seqrec import locks
@@ -126,7 +126,7 @@ def test_items_read_by_themselves_begin_with_the_vectors_of_the_checkpoint(bert)
 
 def test_items_read_by_themselves_start_from_a_model_of_whole_histories(tmp_path):
     source = build(pooling="mean")
-    save_model(tmp_path, source, {"model": "m"}, {})
+    save_model(tmp_path, source, FACTS, {})
     model = build(**ITEMS)
 
     pretrained.load_weights(model, str(tmp_path))
@@ -261,7 +261,7 @@ def test_the_papers_starts_are_loaded(prepared, tmp_path, authors, caplog):
     torch.testing.assert_close(model.encoder.positions.weight, positions[2:302])
     told = "using options.window = 64, although the checkpoint was trained with [512, 512]"
     assert (told in caplog.text) is not authors
-    save_model(tmp_path / "saved", model, {}, catalogue_files(prepared))
+    save_model(tmp_path / "saved", model, FACTS, catalogue_files(prepared))
     model = without_places(load_checkpoint(tmp_path / "saved").model)
     assert {part.eps for part in model.modules() if isinstance(part, torch.nn.LayerNorm)} == {1e-5}
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import make_batch, make_model, prepare_rows, run_pretrain, synthetic_rows
+from support import FACTS, make_batch, make_model, prepare_rows, run_pretrain, synthetic_rows
 
 from seqrec.artifacts import SPLIT_CARD, USERS, VOCABULARY, WEIGHTS, read_json
 from seqrec.data import sequences as prepared_data
@@ -38,7 +38,7 @@ def new_model(sequences, architecture="flash4rec", **options):
 def write_champion(folder, sequences, architecture="flash4rec", **options):
     """Write a champion with random weights, as the registry gives it; return the model."""
     model = new_model(sequences, architecture, **options)
-    facts = {"model": architecture, "split": split_of(read_json(sequences / SPLIT_CARD))}
+    facts = {**FACTS, "model": architecture, "split": split_of(read_json(sequences / SPLIT_CARD))}
     save_model(folder, model, facts, catalogue_files(sequences))
     return model
 
