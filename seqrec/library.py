@@ -464,8 +464,8 @@ def _checked(data: Any) -> Dataset:
 
 
 def _plain(settings: Any) -> Any:
-    """Return a setting, or a mapping of settings, as JSON has them, without tuples and numbers of numpy."""
-    return json.loads(json.dumps(settings, default=lambda value: getattr(value, "item", value.__str__)()))
+    """Return a setting, or a mapping of settings, as JSON has them, without tuples, numbers and arrays of numpy."""
+    return json.loads(json.dumps(settings, default=lambda value: getattr(value, "tolist", value.__str__)()))
 
 
 def _parsed(section: type, given: Mapping[str, Any] | None, path: str) -> Any:
@@ -502,7 +502,9 @@ def _write(frame: Any, path: Path) -> None:
 
     unreadable = (TypeError, ValueError, OverflowError, pa.ArrowException, pl.exceptions.PolarsError)
     try:
-        native = nw.from_native(frame)
+        native = nw.from_native(pa.table(frame) if isinstance(frame, pa.RecordBatch) else frame)
+    except nw.exceptions.DuplicateError as error:
+        raise ValueError(f"frame: give each column its own name ({' '.join(str(error).split())})") from error
     except TypeError as error:
         kind = type(frame).__name__
         raise ValueError(f"frame: expected a table of polars, pandas or Arrow, not {kind}") from error

@@ -157,6 +157,7 @@ def test_recommendations_are_frames(data, model, caplog):
         ({"diversty": 0.3}, "^diversty: unknown key; did you mean diversity"),
         ({"filter": {"kind": "odd"}}, r"^filter\.kind\.list.*valid list"),
         ({"boost": {"kind": {3: 2}}}, r"^boost\.kind\.3"),
+        ({"quota": {"kind": {"1": -1}}}, "^quota: every limit must be at least 0"),
         ({"at": "now"}, "^at: .*number"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -220,12 +221,14 @@ def test_ids_may_be_numbers_as_in_the_log():
     assert sorted(known["item"]) == ["4", "5"]
 
 
-def test_a_frame_of_pandas_gives_the_same_split(data):
+def test_a_frame_of_pandas_or_arrow_gives_the_same_split(data):
     other = seqrec.Dataset.from_frame(frame().to_pandas())
     numbered = frame().to_pandas().set_axis(range(4), axis=1)
+    batch = frame().to_arrow().to_batches()[0]
 
     assert other.card["split_sha256"] == data.card["split_sha256"]
     assert seqrec.Dataset.from_frame(numbered, user=0, item=1, time=2).card["split_sha256"] == data.card["split_sha256"]
+    assert seqrec.Dataset.from_frame(batch).card["split_sha256"] == data.card["split_sha256"]
     assert other.columns == {"user_id": "Customer ID", "item_id": "SKU", "timestamp": "bought_at"}
     assert "60 users" in repr(other)
 
@@ -338,6 +341,7 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "sasrec", minutes=1, finetune={"epochs": 3}), "minutes: .* leave out one"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=0), "minutes must be more than 0 .*, not 0"),
         (lambda data: seqrec.fit(data, "sasrec", minutes="5"), "minutes must be of type float, not '5'"),
+        (lambda data: seqrec.fit(data, "sasrec", minutes=np.ones(2)), r"minutes must be of type float, not \[1\.0, 1"),
         (lambda data: seqrec.fit(data, "sasrec", minutes=float("inf")), "minutes must be a finite number, not inf"),
         (lambda data: seqrec.fit(data, "sasrec", finetune={"epochs": Path("x")}), r"finetune\.epochs: "),
         (lambda data: seqrec.fit(data, "s3rec", minutes=1), "minutes: s3rec is pre-trained first: set pretrain="),
@@ -356,6 +360,10 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda _: seqrec.Dataset.from_frame(frame().head(3)), "critical rules failed.*folder was temporary: folder="),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id; name it with user="),
+        (
+            lambda _: seqrec.Dataset.from_frame(pd.DataFrame([[1, 2, 3]], columns=["user", "item", "item"])),
+            "frame: give each column its own name .*'item' 2 times",
+        ),
         (
             lambda _: seqrec.Dataset.from_frame(pd.DataFrame({"user": [1, 2], "item": ["a", 2]})),
             r"frame: column item cannot be read \(.*\): give its values one type",

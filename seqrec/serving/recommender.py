@@ -73,6 +73,8 @@ class Request:
             raise ValueError(f"k must be at most {LONGEST} with diversity, quota or explore, not {self.k}")
         if any(not 0 < factor < math.inf for values in self.boost.values() for factor in values.values()):
             raise ValueError("boost: every factor must be above 0")
+        if any(limit < 0 for values in self.quota.values() for limit in values.values()):
+            raise ValueError("quota: every limit must be at least 0")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} times for a history of {len(self.history)} events")
         for item_id, attributes in self.items_text.items():
