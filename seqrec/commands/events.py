@@ -44,9 +44,17 @@ def events(
         The number of events imported or dumped, or the difference of the rates with its interval.
 
     Raises:
-        ConfigError: a kind does not exist, no store is named, or its file is missing.
+        ConfigError: a kind does not exist, a flag has no effect, no store is named, or its file is missing.
         ValueError: the store has no such events, or no answers of a version.
     """
+    for name, reader, given in (
+        ("interactions", "import", interactions != Path("data/interactions.parquet")),
+        ("output", "dump", output != "events.csv"),
+        ("kinds", "dump", tuple(kinds) != POSITIVE),
+        ("versions", "compare", any(versions)),
+    ):
+        if given and action != reader:
+            raise ConfigError(f"--{name} has no effect with {action}, only with {reader}")
     for kind in kinds:
         if kind not in KINDS:
             raise ConfigError(f"--kinds: no kind {kind!r:.80}{suggestion(kind, KINDS)}")

@@ -39,6 +39,8 @@ def keys(
         ValueError: no key has this name.
     """
     if action == "show":
+        if name or admin or days:
+            raise ConfigError("--name, --admin and --days have no effect with show, which lists all keys")
         _show(keys_file)
         return
     if not name:

@@ -40,7 +40,7 @@ def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config
         ConfigError: there is no champion, or it was not made from these folders.
         TrackingError: the server does not answer, or the champion has changed in the meantime.
     """
-    client, name = runs.connect(config), f"seqrec-{dataset}"
+    client, name = runs.connect(config, create=False), f"seqrec-{dataset}"
     with runs.explained(config):
         evaluated = registry.find_evaluated(client, name)
     if evaluated is None:

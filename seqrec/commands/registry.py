@@ -54,7 +54,7 @@ def registry(
     if action != "promote" and version:
         raise ConfigError(f"--version has no effect with {action}, only with promote")
     with explained(config):
-        _act(action, connect(config), f"seqrec-{dataset}", config, version, reason, store_url(store))
+        _act(action, connect(config, create=False), f"seqrec-{dataset}", config, version, reason, store_url(store))
 
 
 def _act(

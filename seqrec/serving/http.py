@@ -326,8 +326,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
 
     Raises:
         TrackingError: the server does not answer.
-        ValueError: there is no such model, its graph was written from other weights, the port is taken, or an option
-            has no effect.
+        ValueError: there is no such model, its graph was written from other weights, the port is taken, a file is
+            missing, or an option has no effect.
     """
     if options.log_format == "json":
         request_log.write_json()
@@ -335,6 +335,8 @@ def serve(*, dataset: str, config: RegisterConfig, options: ServeConfig) -> None
     url = store_url(options.store)
     require(bool(url) or not options.keep_days, f"keep_days has no effect without a store: set --store or {VARIABLE}")
     require(bool(options.candidate) or options.share == ServeConfig.share, "share has no effect without a candidate")
+    for name, path in (("keys", options.keys), ("items", options.items)):
+        require(not path or "://" in path or Path(path).exists(), f"--{name}: there is no file {path}")
     if not options.keys and options.host not in LOCAL:
         logger.warning("whoever reaches %s may use the service: set --keys, see `seqrec keys`", options.host)
     with bound(options.host, options.port) as listener:

@@ -411,7 +411,7 @@ def fetch(uri: str, folder: Path, config: RegisterConfig) -> None:
         TrackingError: the server does not answer, has no such model or has lost its files, or `register` did not log
             the model.
     """
-    runs.connect(config)
+    runs.connect(config, create=False)
     with tempfile.TemporaryDirectory() as directory:
         try:
             model = Path(mlflow.artifacts.download_artifacts(uri, dst_path=directory))

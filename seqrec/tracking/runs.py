@@ -115,12 +115,17 @@ def injected_run() -> str | None:
     return os.environ.pop("MLFLOW_RUN_ID", None) or None
 
 
-def connect(config: RegisterConfig) -> MlflowClient:
-    """Return a client of a tracking server that answers.
+def connect(config: RegisterConfig, *, create: bool = True) -> MlflowClient:
+    """Return a client of a tracking server that answers. A missing SQLite file is created, or refused without `create`.
 
     Raises:
         TrackingError: it does not, or refuses the address, or its database was moved away from its artifacts.
     """
+    if not create and is_missing(config):
+        raise TrackingError(
+            f"register.tracking_uri: there is no file {sqlite_path(tracking_uri(config))}, which `make repro` and "
+            "`seqrec import --run` create: run one of them first, or set MLFLOW_TRACKING_URI or register.tracking_uri"
+        )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     injected_run()

@@ -173,6 +173,10 @@ def test_a_recommender_is_loaded_by_every_name_of_the_registry(client, run, mode
         raise ValueError(f"{place} is odd")
     with pytest.raises(TrackingError, match=r"never/1 is not in .*registry show .* versions of .*\bloaded\b"):
         Recommender.load("models:/never/1", config)
+    mistyped = replace(config, tracking_uri=f"sqlite:///{folder}/mistyped.db")
+    with pytest.raises(TrackingError, match=r"register\.tracking_uri: there is no file .*mistyped\.db, which"):
+        Recommender.load("models:/loaded/1", mistyped)
+    assert not (folder / "mistyped.db").exists()
     load, champion = http._served("loaded", config, ServeConfig())
     assert champion() == str(version.version)
     client.delete_registered_model_alias("seqrec-loaded", registry.CHAMPION)  # before the service has loaded it
