@@ -1,4 +1,7 @@
-"""What a request passes before the service reads it: key, rate, queue and time. FastAPI itself limits the body."""
+"""What a request passes before the service reads it: key, rate, size, queue and time.
+
+Starlette limits a body whose size is not told in advance.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +112,8 @@ class Guards:
         scope.setdefault("state", {})["caller"] = caller
         if service.rates is not None and (seconds := service.rates.take(caller)):
             return _refused(429, f"more than {service.options.rate:g} requests per second", retry_after(seconds))
+        if int(Headers(scope=scope).get("content-length", 0)) > service.options.max_body:
+            return _refused(413, f"the body has more than {service.options.max_body} bytes: send less at once")
         if not service.served.ready:
             return _refused(503, NO_CHAMPION, retry_after(service.options.poll_s))
         asking = path.startswith(ASKING) or path.endswith("/infer")

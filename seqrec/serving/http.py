@@ -28,6 +28,7 @@ from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
 from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import seqrec
 from seqrec.artifacts import GRAPH_CARD, MAX_ID_LENGTH, MODEL_CARD, read_json
@@ -122,9 +123,9 @@ def app(
         version=seqrec.__version__,
         summary="What will this user want next?",
         lifespan=lifespan,
-        max_body_size=options.max_body,
     )
     api.state.service = service
+    api.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.max_body)
     api.add_middleware(Guards, service=service, keys=keys)
     if options.origins:
         origins = [origin.strip() for origin in options.origins.split(",")]

@@ -274,6 +274,8 @@ def test_a_large_body_is_refused_before_it_is_read(recommender):
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(b"POST /recommend HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
+        refused = requests.post(f"{address}/recommend", data=b" " * 1001, timeout=10)
+        assert refused.json() == {"detail": "the body has more than 1000 bytes: send less at once"}
         chunks = (b" " * 100 for _ in range(50))
         assert requests.post(f"{address}/recommend", data=chunks, timeout=10).status_code == 413
 
