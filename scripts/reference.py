@@ -79,12 +79,11 @@ def commands() -> str:
     """Return the page of all commands with their flags."""
     text = "# Commands\n\n`python -m seqrec COMMAND`. Exit status: 0 success, 1 failure, 2 wrong usage.\n\n"
     text += "".join(f"- [{name}](#{name}): {command.summary}\n" for name, command in COMMANDS.items())
-    text += "\nEvery command also takes `--metrics FILE` (write the returned figures to this JSON file) and\n"
-    text += "`--verbose` (log more, show tracebacks).\n"
+    text += "\nEvery command also takes `--verbose` (log more, show tracebacks).\n"
     for name in COMMANDS:
         parser = command_parser(name)
         text += f"\n## {name}\n\n{parser.description}\n\n"
-        actions = [a for a in parser._actions if not {"-h", "--metrics", "-v"} & set(a.option_strings)]
+        actions = [a for a in parser._actions if not {"-h", "-v"} & set(a.option_strings)]
         if actions:
             text += "| flag | default | meaning |\n|---|---|---|\n" + "".join(map(_flag, actions))
     return text

@@ -152,8 +152,9 @@ def command_parser(name: str) -> argparse.ArgumentParser:
             _add_flag(parser, parameter.name, hint, parameter.default, text)
     if stage is not None or _needs_params(function) or any(map(dataclasses.is_dataclass, hints.values())):
         _add_flag(parser, "params", Path, PARAMS, "settings")
-    text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
-    parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
+    if hints["return"] is not type(None):
+        text = _default(stage, stage.metrics) if stage is not None and stage.metrics else ""
+        parser.add_argument("--metrics", type=Path, help=f"write the returned figures to this JSON file{text}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     return parser
 
@@ -216,10 +217,10 @@ def _call(name: str, flags: argparse.Namespace) -> None:
         _call_stage(stage, values, flags)
         return
     figures = COMMANDS[name].load()(**values)
-    if flags.metrics is not None:
+    if getattr(flags, "metrics", None) is not None:
         from seqrec.artifacts import write_json
 
-        write_json(flags.metrics, dict(figures or {}))
+        write_json(flags.metrics, figures)
 
 
 def _call_stage(stage: Stage, values: dict[str, Any], flags: argparse.Namespace) -> None:

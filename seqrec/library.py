@@ -389,6 +389,7 @@ def fit(
             pretrained = issubclass(REGISTRY[params.model(model).architecture], SelfSupervised)
         else:
             entry = settings({})
+            settings = partial(settings, options=entry["options"])  # which have been warned about
             check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
             kind = REGISTRY[model]
             settled = config.parse(kind.Options, entry["options"], "options")

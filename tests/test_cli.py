@@ -76,6 +76,7 @@ def test_the_version_and_the_listing_of_commands(flag, texts, capsys):
         (["leaderbord"], "unknown command leaderbord; did you mean leaderboard?"),
         (["run", "--dataset", "ml-1m"], "the following arguments are required: --config-file, --out"),
         (["auto", "--data", "a", "--out", "b", "--params", "c"], "unrecognized arguments: --params c"),
+        (["leaderboard", "--metrics", "a.json"], "unrecognized arguments: --metrics a.json"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys):

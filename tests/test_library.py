@@ -260,6 +260,13 @@ def test_numbers_may_be_text_or_those_of_numpy(data, tmp_path):
     assert yaml.safe_load((tmp_path / "params.yaml").read_text())["models"]["gru4rec"]["options"]["dropout"] == 0.5
 
 
+def test_an_option_without_effect_is_named_once(caplog):
+    untitled = seqrec.Dataset.from_frame(frame().drop("product_name"))
+    seqrec.fit(untitled, "gru4rec", options={"attributes": ["product_name"]}, minutes=1e-4)
+
+    assert caplog.text.count("no effect") == 1
+
+
 def test_a_budget_gives_the_epochs_and_a_folder_continues(data, tmp_path):
     call = {"minutes": np.float32(0.01), "seed": np.int64(3), "options": OPTIONS, "folder": tmp_path}
     first = seqrec.fit(data, "sasrec", **call)
