@@ -11,13 +11,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqrec.artifacts import ROOT, read_json, sha256, write_json
 from seqrec.code_closure import deciding
 from seqrec.config import ConfigError, Params, from_dict, parse
 from seqrec.config.checks import Section
 from seqrec.pipeline import BASELINES, BY_NAME, STAGES
+
+if TYPE_CHECKING:
+    from seqrec.models import SequenceModel
+    from seqrec.models.base import Options
 
 FOLDERS = ("summary", "evaluated", "sources")  # beside those of the models, in reports and in settings
 UNREAD = ("params", "experiment")  # arguments of stages that do not decide their results
@@ -30,6 +34,7 @@ PROTOCOLS_OF = {  # settings of `prepare` -> the only protocols that read them
 }
 SAMPLED = ("sampled_ce", "bce", "gbce", "bpr")
 LOSSES_OF = {"negatives": SAMPLED, "sampler": SAMPLED, "gbce_t": ("gbce",)}  # the same of `finetune` -> losses
+OBJECTIVES_OF = {"mask_probability": ("cloze",), "mask_last_share": ("cloze",), "earliest_target": ("last",)}
 logger = logging.getLogger(__name__)
 
 
@@ -70,15 +75,17 @@ def forget_edited_files(params: Params, folder: Path) -> None:
 def check(params: Params, *, ingests: bool = True) -> None:
     """Check what `from_dict` cannot, because it needs the packages of the stages: model options, and sources to fetch.
 
-    A warning names each setting of `prepare` that the protocol does not read, and of `finetune` that the loss does not.
+    A warning names each setting of `prepare` that the protocol does not read, and of `finetune` that the loss or the
+    objective does not.
 
     Raises:
         ConfigError: naming the key.
     """
     for model in params.leaderboard:
-        _needs(params, model)
+        _, options = _parsed(params, model)
         finetune = params.section("finetune", model=model)
-        _warn_of_unread(f"models.{model}: finetune", finetune, finetune.loss, LOSSES_OF)
+        for value, readers in ((finetune.loss, LOSSES_OF), (options.objective, OBJECTIVES_OF)):
+            _warn_of_unread(f"models.{model}: finetune", finetune, value, readers)
     for dataset in (params.dataset, *params.sources) if ingests else ():
         from seqrec.data import sources
 
@@ -97,7 +104,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
 
 
 def _warn_of_unread(section: str, config: Section, value: str, readers: Mapping[str, tuple[str, ...]]) -> None:
-    """Name each setting that is not at its default, although only other protocols or losses than `value` read it."""
+    """Name each setting that is not at its default, although other values than `value` are the only ones to read it."""
     for name, only in readers.items():
         if value not in (*only, "auto") and getattr(config, name) not in ("auto", getattr(type(config), name)):
             logger.warning("%s.%s has no effect with %s, only with %s", section, name, value, " or ".join(only))
@@ -124,7 +131,8 @@ def unfed(params: Params) -> list[str]:
 
     if sources.describes_items(params.section("ingest", dataset=params.dataset)):
         return []
-    return [name for name in params.leaderboard if {"text", "attributes"} & _needs(params, name)]
+    parsed = {name: _parsed(params, name) for name in params.leaderboard}
+    return [name for name, (kind, options) in parsed.items() if {"text", "attributes"} & kind.needs_of(options)]
 
 
 def without_unfed(params: Params) -> Params:
@@ -142,8 +150,8 @@ def without_unfed(params: Params) -> Params:
     return replace(params, leaderboard=kept)
 
 
-def _needs(params: Params, name: str) -> frozenset[str]:
-    """Check the entry of a model, and return what the model reads besides items; see `SequenceModel.needs_of`."""
+def _parsed(params: Params, name: str) -> tuple[type[SequenceModel], Options]:
+    """Check the entry of a model, and return its class and options."""
     import torch
 
     from seqrec.models import REGISTRY, Catalogue
@@ -169,7 +177,7 @@ def _needs(params: Params, name: str) -> frozenset[str]:
             create(architecture, options, Catalogue(num_items=1, num_users=1, length=options.length, tokens=words))
         except ValueError as error:
             raise ConfigError(f"models.{name}.options: {error}") from error
-    return architecture.needs_of(options)
+    return architecture, options
 
 
 def resolve(params: Params, root: Path = ROOT) -> dict[str, dict[str, Any]]:

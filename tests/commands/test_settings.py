@@ -196,7 +196,7 @@ def test_options_and_sources_are_checked_before_anything_runs(tmp_path, changes,
     assert not (tmp_path / "settings").exists()
 
 
-def test_a_setting_that_the_protocol_or_the_loss_does_not_read_is_named(tmp_path, caplog):
+def test_a_setting_that_the_protocol_the_loss_or_the_objective_does_not_read_is_named(tmp_path, caplog):
     changes = {"prepare.test_share": 0.2, "finetune.loss": "gbce", "finetune.gbce_t": 0.5, "finetune.negatives": 9}
     settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes))
     assert "tiny: prepare.test_share has no effect with LOO-full, only with RATIO-full or temporal" in caplog.text
@@ -206,6 +206,8 @@ def test_a_setting_that_the_protocol_or_the_loss_does_not_read_is_named(tmp_path
     assert "negatives" not in caplog.text
     settings(output=tmp_path / "settings", params=with_values(SETTINGS, changes | {"finetune.loss": "ce"}))
     assert "finetune.negatives has no effect with ce, only with sampled_ce or bce or gbce or bpr" in caplog.text
+    settings(output=tmp_path / "settings", params=with_values(SETTINGS, {"finetune.mask_probability": 0.3}))
+    assert "models.sasrec: finetune.mask_probability has no effect with causal, only with cloze" in caplog.text
 
 
 def test_the_rules_set_nothing_that_the_loss_does_not_read(caplog):
