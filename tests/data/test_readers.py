@@ -345,6 +345,16 @@ def test_own_items_keep_their_other_columns(tmp_path):
     ]
 
 
+def test_a_key_that_almost_names_our_column_is_a_warning(tmp_path, caplog):
+    files = {
+        "interactions": ("e.csv", "user_id,item_id,timestamp\nu,p1,5\n"),
+        "items": ("i.csv", "item_id,name\np1,Salt\n"),
+    }
+    _, items = read(readers.own_files, tmp_path, IngestConfig(source="csv", columns={"titel": "name"}), **files)
+    assert table(items)["titel"].to_list() == ["Salt"]
+    assert "ingest.columns.titel: items get a column titel; did you mean title?" in caplog.text
+
+
 def test_own_parquet(tmp_path):
     when = [datetime(2020, 1, 1, 0, 0, 1), None]
     log = pl.DataFrame({"user_id": [1, 2], "item_id": [7.0, None], "timestamp": when, "rating": [4, 5]})
@@ -369,6 +379,8 @@ def test_rows_of_a_parquet_file_are_counted_across_batches(tmp_path, monkeypatch
     [
         ("user,item_id,timestamp\n", {}, r"no column 'user_id'; .*'user', .*ingest\.columns\.user_id"),
         ("user_id,item_id,timestamp\n", {"rating": "stars"}, r"ingest\.columns\.rating: no file has a column 'stars'"),
+        ("user_id,item_id,timestamp\n", {"usr_id": "user_id"}, r"ingest\.columns\.usr_id: .* did you mean user_id\?"),
+        ("user_id,item_id,timestamp\n", {"item.hue": "item_id"}, r"ingest\.columns\.item\.hue: unknown key"),
         ("user_id,item_id,timestamp,item_id\n", {}, "appears twice"),
         ("user_id,item_id,timestamp,ta\x00gs\n", {}, "contains a NUL character"),
         ("", {}, "events.csv is empty"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import NamedTuple
 import polars as pl
 
 from seqrec.config import IngestConfig
+from seqrec.config.checks import suggestion
 from seqrec.data.readers import parquet_files
 from seqrec.data.readers.blocks import HEADER_BYTES, MARKS, Frames, read_lines
 from seqrec.data.readers.delimited import delimited, parse
@@ -25,8 +28,10 @@ TIME = re.compile(  # since 1970, ISO 8601, 20210403, 3.4.2021 or 3/4/21, 3-Apr-
     r"|[A-Z][a-z]{2},? ([A-Z][a-z]{2} \d\d|\d\d [A-Z][a-z]{2}) .*"
 )
 OF_EVENTS = ("user_id", "timestamp", "rating")  # our columns that an items file does not have
+OURS = ("user_id", "item_id", "timestamp", "rating", "title")
 MAX_COLUMNS = 4096
 RESERVED = (*MARKS, "_by", "_excess", "_seconds", "_rating")  # column names used internally
+logger = logging.getLogger(__name__)
 
 
 def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
@@ -36,7 +41,7 @@ def own_files(files: Mapping[str, Path], config: IngestConfig) -> Tables:
     only, `user_id`, `timestamp` and `rating` for the log only, and an empty `rating` leaves the ratings out.
 
     Raises:
-        ValueError: a column is missing, or `ingest.columns` refers to a column that no file has.
+        ValueError: a column is missing, or `ingest.columns` refers to a column that no file has, or has an unknown key.
     """
     log = files["interactions"]
     found = own_items(files, config, header(log))
@@ -47,14 +52,20 @@ def own_items(files: Mapping[str, Path], config: IngestConfig, known: Sequence[s
     """Read a user's file of items, if there is one; `ingest.columns` may also refer to the `known` columns.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column is missing, or `ingest.columns` has an unknown key.
     """
-    columns = {*known, *(header(files["items"]) if "items" in files else ())}
+    of_file = header(files["items"]) if "items" in files else []
+    columns = {*known, *of_file}
     for name, column in config.columns.items():
         if column not in columns and (name, column) != ("rating", ""):
             raise ValueError(
                 f"ingest.columns.{name}: no file has a column {column!r}; the columns are {_listed(sorted(columns))}"
             )
+        key = name.removeprefix("items.")
+        if key not in OURS and (column not in of_file or ("." in name and key == name)):
+            raise ValueError(f"ingest.columns.{name}: unknown key{suggestion(key, OURS)}")
+        if key not in OURS and (close := difflib.get_close_matches(key, OURS, 1, 0.8)):
+            logger.warning("ingest.columns.%s: items get a column %s; did you mean %s?", name, key, close[0])
     if "items" not in files:
         return None
     of_items = {name[6:]: column for name, column in config.columns.items() if name.startswith("items.")}
