@@ -38,10 +38,11 @@ def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config
 
     Raises:
         ConfigError: there is no champion, or it was not made from these folders.
+        LockedError: another process registers models of the dataset.
         TrackingError: the server does not answer, or the champion has changed in the meantime.
     """
     client, name = runs.connect(config, create=False), f"seqrec-{dataset}"
-    with runs.explained(config):
+    with runs.registering(config, dataset), runs.explained(config):  # refused now, not after the training
         evaluated = registry.find_evaluated(client, name)
     if evaluated is None:
         raise ConfigError(f"{name} has no champion: run `make repro` first")
@@ -70,7 +71,5 @@ def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config
     with graph as export, runs.registering(config, dataset), runs.explained(config):
         saved = load_checkpoint(refitted)
         version = registry.register_refit(client, evaluated, checkpoint=saved, export=export, config=config)
-    logger.info(
-        "version %s of %s, a refit of version %s, is now the champion", version.version, name, evaluated.version
-    )
+    logger.info("version %s of %s, a refit of version %s, is the champion", version.version, name, evaluated.version)
     return {**values, "version": float(version.version)}

@@ -15,6 +15,7 @@ from seqrec.config import ConfigError, EvaluateConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import ranking, results
+from seqrec.locks import LockedError
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
 from seqrec.stages.evaluate import evaluate
@@ -210,6 +211,9 @@ def test_the_refit_is_served_and_the_evaluated_version_stands_for_it(prepared, r
     client, config, evaluated = registered
     given = {"dataset": "toy", "artifacts": tmp_path / "artifacts", "sequences": prepared, "state": tmp_path / "state"}
 
+    with runs.registering(config, "toy"), pytest.raises(LockedError, match="registering models of toy"):
+        command.refit(**given, config=config)
+    assert not (tmp_path / "state").exists()  # nothing was trained in vain
     assert command.refit(**given, config=config)["version"] == 2
     assert command.refit(**given, config=config)["version"] == 2  # once more changes nothing
 
