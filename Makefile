@@ -90,6 +90,7 @@ test-spark: setup  ## install pyspark and compare Spark with polars; needs Java 
 	OMP_NUM_THREADS=1 pytest tests/data/test_table_engines.py -rs
 
 fuzz: setup  ## search for inputs that end in a traceback or hang; MINUTES=20, ONLY=read for the readers
+	@case "$(MINUTES)" in *[!0-9.]*) echo "MINUTES must be a number such as 20, not $(MINUTES)" >&2; exit 1;; esac
 	FUZZ_MINUTES=$(or $(MINUTES),20) OMP_NUM_THREADS=1 pytest --numprocesses auto tests/fuzz -k "no_input $(if $(ONLY),and $(ONLY))"
 
 lint: setup  ## run ruff and mypy

@@ -360,7 +360,8 @@ def fit(
     described = model in data.params.models
     if not described and model not in REGISTRY:
         known = ", ".join((*REGISTRY, *BASELINES))
-        own = "seqrec.models.register(NAME, CLASS) adds your own, and Dataset.from_params reads entries of `models`"
+        own = "seqrec.models.register(NAME, CLASS) adds your own, and Dataset.from_params reads entries of `models`, "
+        own += "such as flash4rec_time: flash4rec with options={'request_time': True}"
         raise ValueError(f"model: {model!r} is not one of {known}; {own}")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
         raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
