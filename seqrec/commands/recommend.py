@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -136,7 +137,7 @@ def score_with(checkpoint: Checkpoint, sequences: Path, output: str | Path, k: i
         raise ValueError(f"k must be at least 1, not {k}")
     model = checkpoint.model
     checkpoint.check_catalogue(sequences, users="user" in model.needs)
-    data = load_sequences(sequences)
+    data = replace(load_sequences(sequences), count=torch.from_numpy(checkpoint.item_counts))  # of a refit: all events
     item_ids = pa.array([None, *read_items(sequences)], pa.string())
     user_ids, filter_seen = read_users(sequences), checkpoint.card["filter_seen"]
     scorer = with_counts(ranking.model_scorer(model), checkpoint.count_term)

@@ -172,16 +172,36 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """Return best items (B, K), filled up with 0, and scores, given each `user`'s events before `stop` (B,).
 
-    Of items with equal scores, the one with the lower number comes first, as in `best_of` of serving/recommender.py.
+    Of items with equal scores, the one with the lower number comes first. If the best score is 0, a baseline has
+    counted nothing after the history, and its items are the popular ones. Both are as in serving/recommender.py.
 
     Raises:
         ValueError: a score is not finite.
     """
     length, order = (stop - data.start[user]).sort(stable=True)
     chosen = (order[block] for block in case_blocks(length, _rows(data)))
-    parts = [_best_block(scorer, data, user[some], stop[some], filter_seen, top_k) for some in chosen]
+    parts = [_counted_block(scorer, data, user[some], stop[some], filter_seen, top_k) for some in chosen]
     score_BK, item_BK = (torch.cat(column)[order.argsort()] for column in zip(*parts, strict=True))
     return torch.where(score_BK == float("-inf"), PAD, item_BK), score_BK
+
+
+def _counted_block(
+    scorer: Scorer, data: Sequences, user: Tensor, stop: Tensor, filter_seen: bool, top_k: int
+) -> tuple[Tensor, Tensor]:
+    found = _best_block(scorer, data, user, stop, filter_seen, top_k)
+    uncounted = (found[0][:, 0] == 0).nonzero().squeeze(1)
+    if len(uncounted):
+        popular = _best_block(_popularity, data, user[uncounted], stop[uncounted], filter_seen, top_k)
+        for of_all, of_popularity in zip(found, popular, strict=True):
+            of_all[uncounted] = of_popularity
+    return found
+
+
+def _popularity(data: Sequences, user: Tensor, stop: Tensor) -> ScoreBlocks:
+    return lambda: (
+        (first, data.count[first : first + ITEMS_PER_BLOCK].float().repeat(len(user), 1))
+        for first in range(1, len(data.count), ITEMS_PER_BLOCK)
+    )
 
 
 def _best_block(

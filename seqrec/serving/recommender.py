@@ -34,6 +34,7 @@ Best = tuple[list[float], list[int]]  # scores and numbers of items, best first
 Known = Mapping[int, int]  # place in a history -> number of the item
 PAD = 0  # as in models/base.py
 POPULARITY = "popularity"  # `source` of an answer that no model gave
+UNCOUNTED = 0.0  # best score of a baseline that has counted nothing after a history
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
 CHAMPION_URI = "models:/seqrec-{dataset}@champion"
@@ -283,10 +284,9 @@ class Recommender:
         item = self.items[item_id]
         vector_VD = rules.unit(self.engine.weights.vectors)
         if vector_VD.shape[1] == 0:
-            score_V = self.engine.weights.scores(self.histories([Request(history=[item_id])], [{0: item}]))[0]
-        else:
-            score_V = vector_VD @ vector_VD[item]
-        return self._named(*best_of(score_V, [item], min(k, len(self.item_ids) - 1)), source=self.name)
+            return self.recommend([item_id], k, exclude=[item_id])
+        best = best_of(vector_VD @ vector_VD[item], [item], min(k, len(self.item_ids) - 1))
+        return self._named(*best, source=self.name)
 
     def popular(self, k: int = 10) -> Answer:
         """Return the `k` items with the most events in training, and how many."""
@@ -362,20 +362,26 @@ class Recommender:
             best |= zip(plain, found, strict=True)
         answers = []
         for n, request in enumerate(requests):
-            scored, candidates = known[n], best.get(n) or self._ranked(request, known[n], hidden[n], wanted[n])
-            if scored and _are_zero(candidates):
-                scored, candidates = {}, self._ranked(request, {}, hidden[n], wanted[n])
+            scored, candidates = known[n], best.get(n)
+            if candidates and candidates[0][0] == UNCOUNTED:
+                scored, candidates = {}, None
+            if candidates is None:
+                scored, candidates = self._ranked(request, scored, hidden[n], wanted[n])
             answers.append(self._answered(request, known[n], scored, hidden[n], candidates))
         return answers
 
-    def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> Best:
-        """Return the best `k` items of one request, boosted, whatever engine answers the others."""
+    def _ranked(self, request: Request, known: Known, hidden: Items, k: int) -> tuple[Known, Best]:
+        """Return the best `k` items of one request, boosted, whatever engine answers the others.
+
+        Beside them is what the scores follow from: `known`, or nothing if they are those of popularity.
+        """
         log_V = self.attributes.log_factors(request.boost, 1 + len(self.item_ids))
         if known:  # scores are logarithms of what is proportional to a probability
-            score_V = self.engine.weights.scores(self.histories([request], [known]))[0] + log_V
-        else:
-            score_V = self.counts * np.exp(log_V)
-        return best_of(score_V, hidden, k)
+            score_V = self.engine.weights.scores(self.histories([request], [known]))[0]
+            score_V[PAD] = score_V[hidden] = -np.inf
+            if score_V.max() != UNCOUNTED:
+                return known, best_of(score_V + log_V, hidden, k)
+        return {}, best_of(self.counts * np.exp(log_V), hidden, k)
 
     def _answered(self, request: Request, known: Known, scored: Known, hidden: Items, best: Best) -> Answer:
         """Return the answer: the best items, or the list that the request chooses among them.
@@ -385,7 +391,7 @@ class Recommender:
         if request.chosen:
             chosen = self._chosen(request, best)
             if request.quota and len(chosen[1]) < request.k and len(best[1]) < len(self.item_ids):
-                everything = self._ranked(request, scored, hidden, len(self.item_ids))
+                _, everything = self._ranked(request, scored, hidden, len(self.item_ids))
                 chosen = self._chosen(replace(request, diversity=0.0), everything)
             best = chosen
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
@@ -483,11 +489,6 @@ class Recommender:
             hidden_V |= ~self.attributes[name].meets(condition)
         hidden_V[hidden] = True
         return hidden_V.nonzero()[0]
-
-
-def _are_zero(best: Best) -> bool:
-    """Return whether all scores are 0: a baseline has counted nothing after such a history."""
-    return all(score in (0.0, -math.inf) for score in best[0])
 
 
 def best_of(score_V: Floats, hidden: Items | list[int], k: int) -> Best:

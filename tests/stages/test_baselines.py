@@ -10,6 +10,7 @@ import torch
 from support import FILTERED, prepare_rows
 
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
+from seqrec.commands import recommend
 from seqrec.config import EvaluateConfig
 from seqrec.counts import ease, term
 from seqrec.counts.ease import ease_weights
@@ -18,6 +19,7 @@ from seqrec.data import sequences
 from seqrec.serving import approximate_search, onnx_graph
 from seqrec.serving.onnx_engine import OnnxEngine
 from seqrec.serving.recommender import Recommender, Request
+from seqrec.serving.rules import Attribute, Attributes
 from seqrec.stages import baselines as stage
 from seqrec.stages.baselines import write
 from seqrec.stages.evaluate import evaluate
@@ -213,6 +215,33 @@ def test_service_graph_search_and_evaluation_of_a_baseline_agree(prepared, writt
             assert answer.source == name
             drops = recommender.explain(request, answer.items[0])
             assert any(drops) == (name != "popularity")
+
+
+@pytest.mark.parametrize("refitted", [False, True])
+def test_without_counts_batch_service_and_similar_items_are_the_popular_ones(tmp_path, refitted):
+    """Nothing follows z, and x and y only follow each other."""
+    rows = [(f"u{user}", item, 10 * n) for user in range(9) for n, item in enumerate("abcd"[user % 2 :] + "abca")]
+    rows += [("one", "z", 5), *[("two", item, 5 + n) for n, item in enumerate("xy")]]
+    rows += [(f"v{user}", item, 7 + n) for user in range(3) for n, item in enumerate("xyxy")]
+    folder = prepare_rows(tmp_path, rows, min_user_events=1, min_item_events=1)
+    baselines(folder, tmp_path, replace(CONFIG, refit="valid" if refitted else "none"), names=("markov",))
+    saved = tmp_path / "artifacts/markov/finetuned" / (REFITTED if refitted else "")
+    recommender = Recommender.load(saved)
+    recommender.attributes = Attributes(kind=Attribute(["x" if i == "z" else "y" for i in recommender.item_ids]))
+
+    recommend.score(sequences=folder, saved=saved, output=tmp_path / "best.parquet", k=3)
+
+    table = pq.read_table(tmp_path / "best.parquet").to_pandas().set_index("user_id")
+    for user, history in {"one": ["z"], "two": ["x", "y"]}.items():
+        popular = [item for item in recommender.popular(7).items if item not in history]
+        for k in (1, 3):
+            assert recommender.recommend(history, k).items == popular[:k]
+        answer = recommender.recommend(history, 3)
+        assert answer.source == "popularity"
+        assert (table.loc[user, "items"].tolist(), table.loc[user, "scores"].tolist()) == (answer.items, answer.scores)
+        assert recommender.recommend(history, 3, boost={"kind": {"y": 2}}).items == popular[:3]
+    assert recommender.similar("z", 3).items == recommender.recommend(["z"], 3).items
+    assert recommender.recommend(["a"], allow=["no such"]).source == "markov"
 
 
 def test_ease_is_left_out_of_a_large_catalogue(prepared, tmp_path, caplog):
