@@ -31,7 +31,7 @@ from seqrec.commands.recommend import score_with
 from seqrec.commands.settings import check
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
 from seqrec.config.checks import check_value
-from seqrec.config.ranges import Count, Minutes
+from seqrec.config.ranges import Count, Minutes, Positive
 from seqrec.data import sequences
 from seqrec.models import REGISTRY
 from seqrec.models.optional import SelfSupervised
@@ -261,6 +261,8 @@ class Model:
             wanted["times"] = _seconds(wanted["times"])
         if wanted.get("user") is not None:
             wanted["user"] = _ids([wanted["user"]], "user")[0]
+        if isinstance(history, set | frozenset):
+            raise ValueError("history: expected a list of ids, oldest first, not a set, which has no order")
         k = k.__index__() if isinstance(k, SupportsIndex) else k  # of numpy
         request = config.parse(Request, {**wanted, "history": _ids(history, "history"), "k": k}, "")
         answer = self.recommender.answer([request])[0]
@@ -288,10 +290,12 @@ class Model:
             k: number of items.
 
         Raises:
-            ValueError: no dataset is known, or it has another catalogue.
+            ValueError: no dataset is known, or it has another catalogue; `k` is not a number of items.
         """
         import polars as pl
 
+        k = _plain(k)
+        check_value("k", Positive, k)
         with tempfile.TemporaryDirectory(prefix="seqrec-") as folder:
             output = Path(folder) / "best.parquet"
             score_with(self.checkpoint, self._dataset(data).tables, output, k)

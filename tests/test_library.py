@@ -149,7 +149,7 @@ def test_recommendations_are_frames(data, model, caplog):
     assert any(because["drop"] for because in one["because"][0])
     assert model.recommend(["new"], k=2, explain=True)["because"][0].to_list() == [{"event": "new", "drop": 0.0}]
     assert "i3" not in model.recommend(["i2"], exclude=["i3"])["item"].to_list()
-    for wrong, message in (("i3", "not 'i3'"), (None, "not None")):
+    for wrong, message in (("i3", "not 'i3'"), (None, "not None"), ({"i3", "i4"}, "oldest first, not a set")):
         with pytest.raises(ValueError, match=f"history: expected a list of ids, {message}"):
             model.recommend(wrong)
     for wrong, message in (
@@ -363,6 +363,7 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
             "recformer reads the text of items; pass `items` or `title`",
         ),
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=0), "k must be at least 1, not 0"),
+        (lambda data: seqrec.fit(data, "popularity").recommend_all(k=2.5), "k must be of type int, not 2.5"),
         (lambda data: seqrec.fit(data, "popularity").evaluate().table("train"), "split must be one of test, valid"),
         (lambda _: seqrec.Dataset.from_frame(frame().head(3)), "critical rules failed.*folder was temporary: folder="),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),

@@ -78,6 +78,8 @@ class Request:
             raise ValueError("quota: every limit must be at least 0")
         if self.times is not None and len(self.times) != len(self.history):
             raise ValueError(f"times: {len(self.times)} times for a history of {len(self.history)} events")
+        if any(math.isnan(time) for time in (*(self.times or ()), self.at or 0.0)):
+            raise ValueError("times and at: NaN is no time")
         for item_id, attributes in self.items_text.items():
             if not any(value.strip() for value in attributes.values()):
                 raise ValueError(f"items_text: {item_id!r} has no text")

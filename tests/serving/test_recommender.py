@@ -119,6 +119,9 @@ def test_requests_that_make_no_sense_are_refused():
         Request(history=["i1"], k=0)
     with pytest.raises(ValueError, match="times: 1 times for a history of 2 events"):
         Request(history=["i1", "i2"], times=[1])
+    for given in ({"times": [math.nan]}, {"at": math.nan}):
+        with pytest.raises(ValueError, match="NaN is no time"):
+            Request(history=["i1"], **given)
 
 
 @pytest.mark.parametrize("architecture", ["sasrec", "bert4rec", "caser", "mfbpr", "ssept"])
