@@ -369,14 +369,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def counts_by_loop(data, weights):
+def counts_by_loop(data, weights, across=1.0):
     """Return how often each item follows another in training, weighted by distance, one pair of events at a time."""
     counted = np.zeros((len(data.count), len(data.count)))
     for user in range(data.num_users):
-        items = data.items[data.start[user] : data.train_stop[user]].tolist()
-        for place, item in enumerate(items):
-            for weight, later in zip(weights, items[place + 1 :], strict=False):
-                counted[item, later] += weight
+        train = slice(data.start[user], data.train_stop[user])
+        events = list(zip(data.items[train].tolist(), data.times[train].tolist(), strict=True))
+        for place, (item, earlier) in enumerate(events):
+            for weight, (later, at) in zip(weights, events[place + 1 :], strict=False):
+                counted[item, later] += weight if at == earlier else weight * across
     return counted
 
 

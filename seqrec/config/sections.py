@@ -226,6 +226,7 @@ class CountsConfig(Section):
     alpha: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0  # weight of the term; 0: none
     kernel: str = "inverse"  # weight by distance: inverse, root, square, or a number b <= 1 for b^(distance - 1)
     window: Annotated[int, Bounds(ge=1, le=1000)] = 10  # maximum distance between two counted events
+    across: Annotated[float, Bounds(ge=0, le=1)] = 1.0  # pairs that a pair of events at different times counts as
     smoothing: Annotated[float, Bounds(ge=1e-9)] = 0.3  # tau / |I|: initial count of every pair
     rho: Annotated[float, Bounds(gt=0, le=1)] = 0.65  # weight of an event relative to the next newer one
     events: Annotated[int, Bounds(ge=1, le=1000)] = 10  # number of newest events that are used

@@ -26,7 +26,7 @@ from seqrec.config import CountsConfig, FinetuneConfig, parse
 from seqrec.counts.case_ranks import CaseRanks, remembered
 from seqrec.counts.table import CountTable
 from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
-from seqrec.data import sequences
+from seqrec.data import sequences, ties
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
 from seqrec.evaluation.metrics import FloatArray
@@ -84,7 +84,11 @@ UNCHANGED = ("ease", "repeats")  # tables that no setting changes
 WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)  # of a further term
 FURTHER_DECAYS = {"ease": (1.0, 0.9, 0.8), "repeats": ("inverse", "root", "0.9", "0.7")}  # the first is the default
 LAST_EVENT = CountsConfig(alpha=3.0, rho=0.2, kernel="square")  # counts in which the last event decides
-ADDED: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO, KERNELS, popularities)
+SCALES: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO)
+ADDED = (*SCALES, KERNELS, popularities)
+VISITS = 0.1  # with a larger share of events at the time of the event before, pairs across times may count less
+AT_ONCE = ([{"across": across} for across in (0.3, 0.1)], *SCALES, popularities)
+CERTAIN = 2.0  # standard errors by which that must be better
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def search(
     axes: Sequence[AnyAxis],
     again: CountsConfig | None = None,
     value: Callable[[FloatArray], FloatArray] = by_ndcg,
+    errors: float = 0.0,
 ) -> Choice:
     """Return the settings with the best mean value on all users, and on each half of the users.
 
@@ -133,6 +138,7 @@ def search(
         axes: alternatives, tried axis by axis.
         again: initial settings of another search where the first one finds nothing better than its start.
         value: function from ranks to the value of each case.
+        errors: standard errors by which others must be better than `starts`.
     """
     odd = (user % 2 == 1).cpu().numpy()
 
@@ -142,6 +148,9 @@ def search(
 
     def best(start: CountsConfig, chosen: NDArray[np.bool_]) -> CountsConfig:
         found = _descend(value_of, start, axes, chosen)
+        gain_C = (value_of(found) - value_of(start))[chosen]
+        if errors and len(gain_C) and gain_C.sum() < errors * gain_C.std() * len(gain_C) ** 0.5:
+            found = start
         if found != start or again is None:
             return found
         return max(found, _descend(value_of, again, axes, chosen), key=lambda config: _mean(value_of(config), chosen))
@@ -213,7 +222,8 @@ class Tables:
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
-        key = config.values if config.values in UNCHANGED else (config.kernel, config.window, config.targets)
+        pairs = (config.kernel, config.window, config.across, config.targets)
+        key = config.values if config.values in UNCHANGED else pairs
         if key not in self.tables:
             self.tables[key] = counted(self.data, config)
         return self.tables[key]
@@ -255,6 +265,9 @@ def choose(
     ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)
     ranks_of = functools.cache(lambda config: ranks(tables.built(config)))
     found = search(ranks_of, cases.user, [start] * 3, axes, again, value)
+    if not alone and has_visits(data):
+        starts = [found.values, *found.folds]
+        found = search(ranks_of, cases.user, starts, AT_ONCE, value=value, errors=CERTAIN)
     if value is by_rank:
         found = search(ranks_of, cases.user, [found.values, *found.folds], [popularities])
 
@@ -282,6 +295,12 @@ def fold_scorer(base: Scorer, tables: Tables, folds: Sequence[CountsConfig], dev
     """Return the scorer for validation: each half of the users is scored with the settings the other half chose."""
     even, odd = (tables.scorer(base, fold, device) for fold in folds)
     return by_halves(even, odd)
+
+
+def has_visits(data: Sequences) -> bool:
+    """Return whether many events have the time of the event before, in an order on which users agree."""
+    counts = data.card["counts"]
+    return counts["tied_events"] > VISITS * counts["events"] and ties.are_ordered(data)
 
 
 def has_repeats(data: Sequences) -> bool:

@@ -1,6 +1,7 @@
 """A sparse table of how often one item follows another in training, weighted by distance, largest counts first.
 
 Shape suffixes: V items, padding (0) included   N stored pairs   E training events   R rows   K largest counts
+S same time, or another   D distances
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from seqrec.data.sequences import Sequences, train_events
 Array = NDArray[Any]
 PAIRS = 1 << 21  # pairs in memory at once in each thread: 150 MB
 MOST_TARGETS, FEWEST_TARGETS = 1024, 64  # kept per item; 512 instead of 1024 cost 0.0006 NDCG@10 on MovieLens-1M
-DISTANCE_BITS = 12  # for a distance of up to 4,095
+WEIGHT_BITS = 12  # for a distance of up to 2,048, at the same time or another
 MOST_BITS = (1 << 31) - 1  # of a positive float32, read as a whole number
 STORED = 1 << 25  # maximum number of pairs kept in total
 
@@ -44,23 +45,24 @@ def most_targets(num_items: int) -> int:
     return max(FEWEST_TARGETS, min(MOST_TARGETS, STORED // max(1, num_items)))
 
 
-def count(data: Sequences, weights: Sequence[float], limit: int = 0) -> CountTable:
+def count(data: Sequences, weights: Sequence[float], limit: int = 0, across: float = 1.0) -> CountTable:
     """Return C_ba = sum_d weights[d - 1] N^(d)_ba, where N^(d)_ba counts how often b is d training events before a.
 
-    If events of the same time have a random order (ties.py), C is the mean for this order and its reverse.
-    Each of torch's threads holds PAIRS pairs, and never splits those of one item. The result depends on neither number.
-    At most `limit` targets are kept per item, those with the largest counts; 0: as many as `most_targets` says.
+    A pair of events at different times counts as `across` pairs. If events of the same time have a random order
+    (ties.py), C is the mean for this order and its reverse. Each of torch's threads holds PAIRS pairs, and never splits
+    those of one item. The result depends on neither number. At most `limit` targets are kept per item, those with the
+    largest counts; 0: as many as `most_targets` says.
     """
-    item_E, rest_E, orders = _train(data)
-    weights = [weight / orders for weight in weights]
+    events, orders = _train(data)
+    weight_SD = np.outer([1.0, across], weights) / orders
     limit, size = limit or most_targets(data.num_items), len(data.count)
-    order = torch.from_numpy(item_E).argsort(stable=True).numpy()
-    bounds, bits = np.searchsorted(item_E[order], np.arange(size + 1)), size.bit_length()
+    order = torch.from_numpy(events.item_E).argsort(stable=True).numpy()
+    bounds, bits = np.searchsorted(events.item_E[order], np.arange(size + 1)), size.bit_length()
 
     def rows(limits: tuple[int, int]) -> tuple[Array, Array, Array]:
         first, stop = limits
         event = order[bounds[first] : bounds[stop]]
-        return _rows(item_E, rest_E, event, np.array(weights), first, stop, bits, limit)
+        return _rows(events, event, weight_SD, first, stop, bits, limit)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # numpy lets other threads work meanwhile
         parts = list(threads.map(rows, _ranges(bounds, max(1, PAIRS // max(1, len(weights))), 1 << (32 - bits))))
@@ -72,13 +74,22 @@ def count(data: Sequences, weights: Sequence[float], limit: int = 0) -> CountTab
     )
 
 
-def _train(data: Sequences) -> tuple[Array, Array, int]:
-    """Return items (E,) and numbers (E,) of later training events of the user, once or in two orders, and which."""
+class _Train(NamedTuple):
+    """Training events, once or in two orders."""
+
+    item_E: Array
+    rest_E: Array  # number of later training events of the user
+    group_E: Array  # user and time as one number
+
+
+def _train(data: Sequences) -> tuple[_Train, int]:
+    """Return the training events, and the number of orders."""
     orders = [data] if ties.are_ordered(data) else [data, ties.mirrored(data)]
     items = [train_events(one)[1] for one in orders]
     user, _ = train_events(data)
     after = (data.train_stop - data.start).cumsum(0)[user] - 1 - torch.arange(len(user))
-    return torch.cat(items).int().numpy(), after.repeat(len(orders)).int().numpy(), len(orders)
+    columns = torch.cat(items), *(column.repeat(len(orders)) for column in (after, ties.groups(data)[1]))
+    return _Train(*(column.int().numpy() for column in columns)), len(orders)
 
 
 def _ranges(bounds: Array, events: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -92,22 +103,25 @@ def _ranges(bounds: Array, events: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(
-    item: Array, rest: Array, event: Array, weights: Array, first: int, stop: int, bits: int, limit: int
+    events: _Train, event: Array, weight_SD: Array, first: int, stop: int, bits: int, limit: int
 ) -> tuple[Array, Array, Array]:
     """Return lengths, targets and counts of rows `first` to `stop`, whose source events are `event`.
 
     Each sort is of whole numbers that hold in their bits all that is needed: several times as fast as an argsort.
     """
-    source, pairs = item.take(event).astype(np.int64) - first, []
-    for distance in range(len(weights)):
-        inside = rest.take(event) > distance
+    source, pairs = events.item_E.take(event).astype(np.int64) - first, []
+    across, window = weight_SD[0, 0] != weight_SD[1, 0], weight_SD.shape[1]
+    for distance in range(window):
+        inside = events.rest_E.take(event) > distance
         source, event = source[inside], event[inside]
-        pairs.append(((source << bits | item.take(event + distance + 1)) << DISTANCE_BITS) | distance)
+        later = event + distance + 1
+        apart = events.group_E.take(event) != events.group_E.take(later) if across else 0
+        pairs.append(((source << bits | events.item_E.take(later)) << WEIGHT_BITS) | distance + window * apart)
     key = np.concatenate(pairs)
     key.sort()
-    pair = key >> DISTANCE_BITS
+    pair = key >> WEIGHT_BITS
     begins = np.append(True, pair[1:] != pair[:-1])[: len(pair)]  # of the entries of one pair, the first
-    total = np.bincount(begins.cumsum() - 1, weights[key & (1 << DISTANCE_BITS) - 1]).astype(np.float32)
+    total = np.bincount(begins.cumsum() - 1, weight_SD.ravel()[key & (1 << WEIGHT_BITS) - 1]).astype(np.float32)
     pair = pair[begins]
     row, target = pair >> bits, pair & (1 << bits) - 1
     key = (row << 31 | MOST_BITS - total.view(np.int32)) << bits | target

@@ -261,7 +261,7 @@ def counted(data: Sequences, config: CountsConfig) -> CountTable:
     if config.values == "repeats":
         own = torch.arange(len(data.count) + 1) - 1  # padding has no vote
         return CountTable(own.clamp(min=0), own[2:].int(), torch.ones(data.num_items))
-    return count(data, kernel(config.kernel, config.window).tolist(), config.targets)
+    return count(data, kernel(config.kernel, config.window).tolist(), config.targets, config.across)
 
 
 def _values(data: Sequences, config: CountsConfig, table: CountTable) -> Tensor:

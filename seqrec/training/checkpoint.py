@@ -160,12 +160,13 @@ def _load_counts(folder: Path, card: Mapping[str, Any]) -> CountTerm | None:
 
 
 def counts_config(chosen: Mapping[str, Any]) -> CountsConfig:
-    """Return the settings of a count term from the entry `counts` of a card.
+    """Return the settings of a count term from the entry `counts` of a card; the first cards had no `across`.
 
     Raises:
         ConfigError: a value is missing or wrong; the message names it.
     """
-    return parse(CountsConfig, {field.name: chosen.get(field.name) for field in fields(CountsConfig)}, "counts")
+    values = {field.name: chosen.get(field.name) for field in fields(CountsConfig)}
+    return parse(CountsConfig, values | {"across": chosen.get("across", 1.0)}, "counts")
 
 
 def catalogue_files(sequences: Path, items: Path | None = None) -> dict[str, bytes]:

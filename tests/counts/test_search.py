@@ -1,6 +1,6 @@
 """The choice of values on validation, and that a half of the users never chooses for itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from seqrec.counts import case_ranks, search, term
 from seqrec.counts.case_ranks import CaseRanks
 from seqrec.counts.search import Tables
 from seqrec.counts.term import with_counts
-from seqrec.data import sequences
+from seqrec.data import sequences, ties
 from seqrec.evaluation import ranking
 
 
@@ -77,6 +77,46 @@ def test_all_users_get_settings_that_a_half_found_if_they_are_better():
 
     assert choice.values == choice.folds[0] == Level(odd=1.0, both=5.0)
     assert choice.folds[1] == Level()
+
+
+@pytest.mark.parametrize(("spread", "both"), [(0.01, 1.0), (1.0, 0.0)])
+def test_what_must_be_better_with_certainty_is_not_taken_for_a_gain_of_a_few_users(spread, both):
+    def scattered(values):
+        return np.exp(-values.both * (0.1 + spread * np.resize([1.0, 1.0, -1.0, -1.0], 20)))
+
+    axes = [[{"both": 1.0}]]
+    rules = {"value": search.by_rank, "errors": 2.0}
+    assert search.search(scattered, USER, [Level()] * 3, axes, value=search.by_rank).values.both == 1.0
+    choice = search.search(scattered, USER, [Level()] * 3, axes, **rules)
+    assert [found.both for found in (choice.values, *choice.folds)] == [both] * 3
+
+
+def test_pairs_across_times_count_less_only_in_visits_of_one_order_beside_a_model(data, monkeypatch):
+    """Every case gains from `across`, but by its name alone: no table of counts is computed."""
+
+    class Ranks:
+        def __init__(self, base, data, cases, *, filter_seen):
+            self.number = len(cases)
+
+        def __call__(self, counts):
+            return np.full(self.number, 2.0 + getattr(counts, "across", 1.0))
+
+    monkeypatch.setattr(search, "CaseRanks", Ranks)
+    monkeypatch.setattr(
+        Tables, "built", lambda tables, config: config if config.across < 1 else term.build(data, config)
+    )
+    tied = {"counts": {"events": 100, "tied_events": 50}}
+    visits = replace(data, times=data.times // 4_000, card=data.card | tied)
+    shuffled = ties.shuffled(visits, *ties.groups(visits), torch.Generator().manual_seed(0))
+
+    def chosen(data, **given):
+        start = CountsConfig()
+        return search.choose(nothing, Tables(data), data, filter_seen=True, start=start, axes=(), **given).values.across
+
+    assert chosen(visits) == 0.1
+    assert chosen(visits, alone=True) == chosen(shuffled) == 1.0
+    tied["counts"]["tied_events"] = 5
+    assert chosen(visits) == 1.0
 
 
 def test_beside_a_model_and_with_few_cases_popularity_alone_is_chosen_by_ndcg(data, monkeypatch):

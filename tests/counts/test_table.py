@@ -43,6 +43,15 @@ def test_events_of_one_time_are_counted_in_both_directions_if_their_order_is_ran
     np.testing.assert_allclose(found, sum(both) / 2, rtol=1e-6)
 
 
+def test_pairs_of_events_at_different_times_count_less(data):
+    tied = replace(data, times=data.times // 4_000)
+
+    found = square(table.count(tied, WEIGHTS, across=0.3))
+
+    np.testing.assert_allclose(found, counts_by_loop(tied, WEIGHTS, 0.3), rtol=1e-6)
+    assert not np.allclose(found, counts_by_loop(tied, WEIGHTS))
+
+
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 24])
 def test_the_result_does_not_depend_on_what_is_in_memory_at_once(data, monkeypatch, pairs):
     whole = table.count(data, WEIGHTS)
