@@ -36,9 +36,10 @@ from seqrec import config
 from seqrec.config import FinetuneConfig, Params
 from seqrec.data import sequences
 from seqrec.evaluation import ranking
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.models import Catalogue, SequenceModel
 from seqrec.models.text_encoder import Encoder, Text, TextEncoderOptions
-from seqrec.training import auto_settings, batches, checkpoint, cost, loop, losses, resume, utilisation, validation
+from seqrec.training import auto_settings, batches, checkpoint, cost, loop, losses, resume, utilisation
 
 MODELS = ("sasrec", "flash4rec")  # entries of --config-file
 PRECISIONS = ("fp32", "bf16")
@@ -129,8 +130,8 @@ def time_to_quality(run: Run, name: str) -> Figures:
     """Train with the settings of the file; the seconds are those of training."""
     began = time.monotonic()
     model, config = run.start(name, **({"epochs": 2} if run.quick else {}))
-    records = run.train(model, config, lambda record: record.get(validation.METRIC, 0) >= max(run.goals))
-    ends, measured = accumulate(r["seconds"] for r in records), [r.get(validation.METRIC) for r in records]
+    records = run.train(model, config, lambda record: record.get(SELECTION, 0) >= max(run.goals))
+    ends, measured = accumulate(r["seconds"] for r in records), [r.get(SELECTION) for r in records]
     reached = [(end, ndcg) for end, ndcg in zip(ends, measured, strict=True) if ndcg is not None]
     times = {f"s to {goal}": next((s for s, found in reached if found >= goal), "not reached") for goal in run.goals}
     best = max((ndcg for _, ndcg in reached), default=0.0)

@@ -10,10 +10,9 @@ from plotly.graph_objects import Bar, Figure, Heatmap, Scatter
 from plotly.subplots import make_subplots
 
 from seqrec.analysis.strec_sparsity import Point
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.pipeline import BASELINES
 
-METRIC = "test/ndcg@10"
 TERMS = ("loss/", "figure/")  # prefixes of a model's own figures in a record of the history
 SLICES = {"popularity": "popularity of the item", "length": "length of the history", "repeat": "repeat of a past item"}
 COLUMNS = 3
@@ -27,7 +26,7 @@ WHISKERS = "#808080"  # of bars: plotly's own cannot be seen on a dark page
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 WORDS = {  # axis titles
     SELECTION: "NDCG@10 on validation",
-    METRIC: "NDCG@10 on test",
+    TEST: "NDCG@10 on test",
     "loss": "training loss",
     "test/coverage@10": "coverage: share of the catalogue",
 }
@@ -94,10 +93,10 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
     """
     by_kind: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for values in metrics.values() for key in values):
-        kind, equals, end = key.removeprefix(f"{METRIC}/").partition("=")
-        if key.startswith(f"{METRIC}/") and equals and "/" not in end:
+        kind, equals, end = key.removeprefix(f"{TEST}/").partition("=")
+        if key.startswith(f"{TEST}/") and equals and "/" not in end:
             by_kind.setdefault(kind, []).append(key)
-    words = [f"{WORDS[METRIC]} by {SLICES.get(kind, kind)}" for kind in by_kind]
+    words = [f"{WORDS[TEST]} by {SLICES.get(kind, kind)}" for kind in by_kind]
     figure, looks = _panels(words, max(1, len(by_kind))), _looks(metrics)
     for panel, keys in enumerate(by_kind.values()):
         labels = [_slice_label(key, metrics) for key in keys]
@@ -105,7 +104,7 @@ def metric_by_slice(metrics: Mapping[str, Mapping[str, float]]) -> Figure:
             heights = [values.get(key) for key in keys]
             style = _style(name, looks[name], panel)
             _add(figure, panel, len(by_kind), Bar(x=labels, y=heights, error_y=_error(keys, values), **style))
-    _name_axes(figure, [WORDS[METRIC]] * len(by_kind))
+    _name_axes(figure, [WORDS[TEST]] * len(by_kind))
     return figure
 
 
@@ -119,7 +118,7 @@ def _error(keys: Sequence[str], values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
-    counts = (values.get(key.replace(METRIC, "test/cases")) for values in metrics.values())
+    counts = (values.get(key.replace(TEST, "test/cases")) for values in metrics.values())
     count = next((count for count in counts if count is not None), None)
     name = key.partition("=")[2]
     return name if count is None else f"{name}<br>{count:,.0f} cases"
@@ -127,18 +126,18 @@ def _slice_label(key: str, metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def coverage_against_accuracy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Return test NDCG@10 with its interval against catalogue coverage, one point per row of the leaderboard."""
-    figure = _panels([f"{WORDS[METRIC]} [95 %] against coverage"], 1)
+    figure = _panels([f"{WORDS[TEST]} [95 %] against coverage"], 1)
     looks = _looks(row["model"] for row in rows)
     symbols = itertools.cycle(SYMBOLS)
     for row in rows:
-        value = row[METRIC]
-        above, below = max(0.0, row[f"{METRIC}/high"] - value), max(0.0, value - row[f"{METRIC}/low"])
+        value = row[TEST]
+        above, below = max(0.0, row[f"{TEST}/high"] - value), max(0.0, value - row[f"{TEST}/low"])
         error = {"type": "data", "array": [above], "arrayminus": [below]}
         style = _style(row["model"], looks[row["model"]], 0)
         style["marker"] |= {"size": 10, "symbol": next(symbols) if row["baseline"] else "circle"}
         figure.add_trace(Scatter(x=[row["test/coverage@10"]], y=[value], error_y=error, mode="markers", **style))
     figure.update_xaxes(title=WORDS["test/coverage@10"], tickformat=".0%")
-    _name_axes(figure, [WORDS[METRIC]])
+    _name_axes(figure, [WORDS[TEST]])
     return figure
 
 

@@ -14,14 +14,15 @@ from plotly.offline import get_plotlyjs
 
 from seqrec.analysis import plots
 from seqrec.analysis.examples import HIT_RANK, Example, Examples, Opinion
-from seqrec.evaluation.leaderboard import SELECTION, decision
+from seqrec.evaluation.leaderboard import decision
+from seqrec.evaluation.metrics import SELECTION, TEST
 
 LISTED = 10  # items of a list
 MODELS = 3  # of an example, the best of the leaderboard; the others are folded
 EVENTS = 100  # of a history, the last ones
 HEADS = {  # of the leaderboard
     SELECTION: "NDCG@10, validation",
-    "test/ndcg@10": "NDCG@10, test [95 % interval]",
+    TEST: "NDCG@10, test [95 % interval]",
     "test/recall@10": "recall@10, test",
     "test/mrr": "MRR, test",
     "test/coverage@10": "coverage@10, test",
@@ -235,7 +236,7 @@ def _leaderboard(rows: Sequence[Mapping[str, Any]]) -> str:
 def _value(row: Mapping[str, Any], key: str) -> str:
     if row["baseline"] and key in TRAINED:
         return "-"
-    if key == plots.METRIC:
+    if key == TEST:
         return f"{row[key]:.4f} [{row[f'{key}/low']:.4f}, {row[f'{key}/high']:.4f}]"
     return f"{row[key]:.4f}" if "@" in key or key.endswith("mrr") else f"{row[key]:,.0f}"
 

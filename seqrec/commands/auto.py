@@ -19,6 +19,7 @@ from seqrec.config.ranges import Minutes
 from seqrec.config.sections import EASE_ITEMS
 from seqrec.data import data_warnings, sequences
 from seqrec.evaluation import leaderboard
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.training.auto_settings import Shape
 
 PLAN = "auto.json"
@@ -118,7 +119,7 @@ def _auto(plan: Plan, out: Path) -> dict[str, float]:
     leaderboard.say(reports, [f"{out / CARD} describes the model", f"{register} registers it in MLflow"])
     plan.save()
     metrics = {name: read_json(reports / name / METRICS) for name in params.leaderboard}
-    return {f"{name}/{key}": metrics[name][key] for name in metrics for key in ("valid/ndcg@10", "test/ndcg@10")}
+    return {f"{name}/{key}": metrics[name][key] for name in metrics for key in (SELECTION, TEST)}
 
 
 def affordable_ease(minutes: float) -> int:

@@ -34,8 +34,7 @@ from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load
 from seqrec.evaluation import intervals, metrics
 from seqrec.evaluation.compare import sign_flip_p_value
-from seqrec.evaluation.leaderboard import SELECTION
-from seqrec.evaluation.metrics import FloatArray
+from seqrec.evaluation.metrics import SELECTION, TEST, FloatArray
 from seqrec.models import REGISTRY
 from seqrec.models.baselines import Constant
 from seqrec.pipeline import BASELINES
@@ -49,7 +48,7 @@ PAGE = "benchmark.md"
 NEW = "test/ndcg@10/popularity=cold"
 MEANS = {  # of a row, the mean over its seeds -> the metric of a report
     "valid": SELECTION,
-    "ndcg": "test/ndcg@10",
+    "ndcg": TEST,
     "recall": "test/recall@10",
     "parameters": "parameters",
     "query_flops": "query_flops",
@@ -221,7 +220,7 @@ def _mean(reports: Sequence[Path], name: str) -> float:
 
 def _row(name: str, reports: Sequence[Path]) -> Row:
     """Return the row of `name`, which has a report for each seed; what does not apply to it is None."""
-    ndcg = [read_json(report / METRICS)["test/ndcg@10"] for report in reports]
+    ndcg = [read_json(report / METRICS)[TEST] for report in reports]
     alone = [report.parents[1] / ALONE / name for report in reports]
     baseline = name in BASELINES
     return {
@@ -230,7 +229,7 @@ def _row(name: str, reports: Sequence[Path]) -> Row:
         "seeds": [] if baseline else [int(report.parents[1].name.removeprefix("seed-")) for report in reports],
         **{key: _mean(reports, metric) for key, metric in MEANS.items()},
         "spread": float(np.std(ndcg, ddof=1)) if len(ndcg) > 1 else None,
-        "alone": _mean(alone, "test/ndcg@10") if all((path / METRICS).is_file() for path in alone) else None,
+        "alone": _mean(alone, TEST) if all((path / METRICS).is_file() for path in alone) else None,
         "new": _mean(reports, NEW) if NEW in read_json(reports[0] / METRICS) else None,
         "gain": None,
         "p_value": None,

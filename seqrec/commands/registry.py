@@ -16,7 +16,7 @@ from rich.table import Table
 from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import Count
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.serving.events import Store, StoreError, missing, store_url
 from seqrec.tracking import registry as models
 from seqrec.tracking.runs import TrackingError, connect, explained, first_line, metric_name, registering

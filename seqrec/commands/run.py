@@ -17,11 +17,12 @@ from seqrec.artifacts import REPORT_PAGE, SOURCE_CARD, SPLIT_CARD, VALIDATION, r
 from seqrec.commands.settings import check, without_unfed
 from seqrec.config import ConfigError, Params, load, read_changes
 from seqrec.evaluation import leaderboard
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.pipeline import BY_NAME, STAGES, Stage
 
 logger = logging.getLogger(__name__)
 SETTINGS = "params.yaml"
-SHOWN = ("valid/ndcg@10", "test/ndcg@10", "test/recall@10")  # figures of a model
+SHOWN = (SELECTION, TEST, "test/recall@10")  # figures of a model
 OF_DATA = re.compile(r"(datasets\.[^.]+\.)?(ingest|validate|prepare)\.")  # settings of the stages that --data skips
 
 

@@ -28,6 +28,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from seqrec.artifacts import SPLIT_CARD, inputs_of, read_json, rename, write_json, write_text
 from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
 from seqrec.errors import RetryableError
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.locks import locked
 from seqrec.models import REGISTRY
 from seqrec.pipeline import STAGES
@@ -37,7 +38,6 @@ from seqrec.tracking import runs
 from seqrec.training.auto_settings import settled
 from seqrec.training.progress import LogEpoch
 from seqrec.training.resume import fingerprint
-from seqrec.training.validation import METRIC
 
 logger = logging.getLogger(__name__)
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -243,10 +243,10 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
 
     def log(record: dict[str, Any], number: int) -> None:
         trial.set_user_attr(SECONDS, time.monotonic() - began)
-        if METRIC not in record:
+        if SELECTION not in record:
             return
         if number not in left.intermediate_values:  # otherwise killed between this report and saving the state
-            trial.report(record[METRIC], number)
+            trial.report(record[SELECTION], number)
         if trial.should_prune():
             raise optuna.TrialPruned
 
@@ -264,7 +264,7 @@ def _run(search: Search, study: optuna.Study, trial: Trial, sequences: Path, wor
     study.tell(trial, value, state=outcome)
     shutil.rmtree(folder, ignore_errors=True)
     ended = study.get_trials(deepcopy=False)[trial.number]
-    score = f"{METRIC} {value:.4f}" if value is not None else f"after {ended.last_step or 0} epochs"
+    score = f"{SELECTION} {value:.4f}" if value is not None else f"after {ended.last_step or 0} epochs"
     logger.info("trial %d %s, %s", trial.number, outcome.name.lower(), score)
 
 
@@ -288,7 +288,7 @@ def _train(search: Search, values: Values, sequences: Path, work: Path, folder: 
     tables: dict[str, Any] = {"data": sequences.parent, "sources": params.sources}
     pretrain(**shared, **tables, state=work / "state", architecture=architecture, config=first)
     figures = finetune(**shared, state=folder / "state", checkpoint=folder / "finetuned", config=config, log=log)
-    return figures[METRIC]
+    return figures[SELECTION]
 
 
 def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
@@ -309,11 +309,11 @@ def _budget(study: optuna.Study, search: Search) -> dict[str, Any]:
         "seconds": round(sum(trial.user_attrs[SECONDS] for trial in finished), 1),
         "seed": search.config.seed,
         "best_trial": best.number,
-        METRIC: best.value,
+        SELECTION: best.value,
         "split_sha256": search.split,
     }
     logger.info("%s: %s", search.model, _summary(budget))
-    logger.info("trial %d is the best: %s %.4f with %s", best.number, METRIC, best.value, _text(best.params))
+    logger.info("trial %d is the best: %s %.4f with %s", best.number, SELECTION, best.value, _text(best.params))
     return budget
 
 
@@ -338,7 +338,7 @@ def _write(output: Path, search: Search, study: optuna.Study, budget: dict[str, 
     header = [
         f"{search.model} on {params.dataset}: the best of a search on validation.",
         f"budget: {_summary(budget)}; study seed {budget['seed']}",
-        f"best:   trial {budget['best_trial']}, {METRIC} {budget[METRIC]:.6f}; split {search.split}",
+        f"best:   trial {budget['best_trial']}, {SELECTION} {budget[SELECTION]:.6f}; split {search.split}",
         *(f"range:  {key} {_span(span)} -> {study.best_params[key]}" for key, span in search.space.items()),
         f"  python -m seqrec run --config-file {output} --out runs/{output.stem}",
     ]
@@ -412,10 +412,10 @@ class _Tracker:
             return
         runs.log_params(client, run, trial.params)
         scores = trial.intermediate_values
-        points = [({METRIC: score}, epoch, ended) for epoch, score in scores.items()]
+        points = [({SELECTION: score}, epoch, ended) for epoch, score in scores.items()]
         client.log_batch(run.info.run_id, metrics=runs.curves(client, run, points))
         figures = {"epochs": trial.last_step or 0, "seconds": trial.user_attrs[SECONDS]}
-        runs.log_metrics(client, run, figures | ({METRIC: max(scores.values())} if scores else {}))
+        runs.log_metrics(client, run, figures | ({SELECTION: max(scores.values())} if scores else {}))
         outcome = "failed" if FAILURE in trial.user_attrs else trial.state.name.lower()
         client.set_tag(run.info.run_id, "seqrec.trial", outcome)
         status = "FINISHED" if outcome == "complete" else "KILLED"

@@ -104,7 +104,7 @@ class Choice:
         """Return the choice as JSON."""
         folds = [asdict(fold) for fold in self.folds]
         found = {"in_sample": self.in_sample, "cross_fitted": self.cross_fitted}
-        return {**asdict(self.values), "folds": folds, "valid/ndcg@10": found}
+        return {**asdict(self.values), "folds": folds, metrics.SELECTION: found}
 
 
 def by_ndcg(rank_C: FloatArray) -> FloatArray:

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from seqrec.artifacts import CASES, METRICS, REPORT_PAGE, read_json, read_table, write_json, write_text
 from seqrec.evaluation import intervals
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.pipeline import BASELINES
 
 LEADERBOARD = "leaderboard.json"
-SELECTION = "valid/ndcg@10"  # test metrics are reported but select nothing
 REQUIRED = (
     SELECTION,
-    "test/ndcg@10",
+    TEST,
     "test/ndcg@10/low",
     "test/ndcg@10/high",
     "test/recall@10",
@@ -30,7 +30,7 @@ REQUIRED = (
     "parameters",
     "train_seconds",
 )
-SUMMARY = (SELECTION, "test/ndcg@10", "test/mrr", "test/coverage@10")  # what DVC shows in 100 columns
+SUMMARY = (SELECTION, TEST, "test/mrr", "test/coverage@10")  # what DVC shows in 100 columns
 HEADINGS = (  # two short lines each, so that the table fits into 80 columns
     "valid\nNDCG",
     "test NDCG@10\n[95 % interval]",

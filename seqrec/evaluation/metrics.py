@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # torch takes seconds to import, and `leaderboard` needs none of it
     from torch import Tensor
 
+SELECTION = "valid/ndcg@10"  # test metrics are reported but select nothing
+TEST = "test/ndcg@10"
 CUTOFFS = (1, 5, 10, 20)
 SHARES = re.compile(r"(^|/)(ndcg|recall|mrr|coverage|gini|tail_share|accuracy)(@\d+)?($|/)")  # metrics in [0, 1]
 FloatArray = NDArray[np.float64]

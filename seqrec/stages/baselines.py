@@ -31,6 +31,7 @@ from seqrec.counts.search import Tables
 from seqrec.data.sequences import Sequences, cases, median_gap, trained_until
 from seqrec.data.sequences import load as load_sequences
 from seqrec.evaluation import ranking
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.models.base import Catalogue, Options
 from seqrec.models.baselines import Constant
 from seqrec.pipeline import BASELINES
@@ -140,8 +141,8 @@ def baselines(
             config=config,
             filter_seen=filter_seen,
         )
-        values[f"{name}/test/ndcg@10"] = metrics["test/ndcg@10"]
-        logger.info("%s: valid/ndcg@10 %.4f, %.0f s", name, metrics["valid/ndcg@10"], time.monotonic() - began)
+        values[f"{name}/{TEST}"] = metrics[TEST]
+        logger.info("%s: %s %.4f, %.0f s", name, SELECTION, metrics[SELECTION], time.monotonic() - began)
     return values
 
 

@@ -49,7 +49,6 @@ from seqrec.code_closure import git_commit
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.evaluation.leaderboard import (
     LEADERBOARD,
-    SELECTION,
     Row,
     build,
     write_csv,
@@ -57,6 +56,7 @@ from seqrec.evaluation.leaderboard import (
     write_summaries,
 )
 from seqrec.evaluation.leaderboard import write as write_leaderboard
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.tracking import runs, view
 from seqrec.tracking.model_card import model_card
 from seqrec.tracking.runs import TrackingError
@@ -74,7 +74,6 @@ LEADERBOARD_CSV = "leaderboard.csv"
 CURVES_CSV = "curves.csv"
 FIGURES = "figures.html"  # of a model's run
 PARAMS = "params.yaml"  # of the parent run, beside the resolved settings of each model
-TEST = "test/ndcg@10"
 REPORT_FILES = (METRICS, CASES, RECOMMENDATIONS)
 # Of a model card; the rest is outcome.
 SETTINGS = ("model", "architecture", "stage", "options", "catalogue", "config", "versions")

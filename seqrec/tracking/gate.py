@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from seqrec.artifacts import CASES, REFIT, read_table
 from seqrec.config import RegisterConfig
 from seqrec.evaluation import intervals
-from seqrec.evaluation.leaderboard import SELECTION
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.tracking import other_catalogue, registry
 from seqrec.tracking.other_catalogue import Measured
 from seqrec.tracking.runs import TrackingError, metric_name

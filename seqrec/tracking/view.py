@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqrec.evaluation.leaderboard import REQUIRED, SELECTION
+from seqrec.evaluation.leaderboard import REQUIRED
+from seqrec.evaluation.metrics import SELECTION, TEST
 from seqrec.tracking.runs import KIND, metric_name
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ KEY = "seqrec"  # of the view
 BEST_EPOCH = "best_epoch"
 # Of a model's run, with the best epoch and the curves at most 20 numbers; metrics.json has the others.
 SCALARS = (*REQUIRED, "test/ndcg@10/popularity=tail")
-COLUMNS = (SELECTION, "test/ndcg@10", "test/recall@10", "test/coverage@10")
+COLUMNS = (SELECTION, TEST, "test/recall@10", "test/coverage@10")
 COLUMN_PIXELS = 140
 SECTION = {"uuid": "models", "name": "What differs", "display": True, "isReordered": False}
 CHART = {"metricSectionId": SECTION["uuid"], "runsCountToCompare": 10, "deleted": False, "isGenerated": False}
@@ -53,7 +54,7 @@ def leaders(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the parent's metrics: the candidate's under their own names, and `leaderboard/<model>` of each row."""
     candidate = next(row for row in rows if row["candidate"])
     values = {name: candidate[name] for name in COLUMNS}
-    return values | {f"leaderboard/{row['model']}": row["test/ndcg@10"] for row in rows[:LEADERS]}
+    return values | {f"leaderboard/{row['model']}": row[TEST] for row in rows[:LEADERS]}
 
 
 def note(rows: Sequence[Mapping[str, Any]], verdict: str, page: Path) -> str:

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from seqrec.training.validation import ACCURACY, METRIC, EarlyStopping
+from seqrec.evaluation.metrics import SELECTION
+from seqrec.training.validation import ACCURACY, EarlyStopping
 
 logger = logging.getLogger(__name__)
 FIGURE = "figure/"  # prefix of values that a model reports besides its loss terms
@@ -142,7 +143,7 @@ class ProgressBar(Progress):
 
 def report_epoch(stage: str, record: Mapping[str, Any], epochs: int) -> None:
     """Log an epoch's record; `epochs` is the maximum number of epochs of the phase."""
-    metric = "".join(f"  {name} {record[name]:.4f}" for name in (METRIC, ACCURACY) if name in record)
+    metric = "".join(f"  {name} {record[name]:.4f}" for name in (SELECTION, ACCURACY) if name in record)
     logger.info(
         f"{stage} {record['phase']} epoch {record['epoch']}/{epochs}  loss {record['loss']:.4f}{metric}  "
         f"{record['targets_per_second']:.0f} targets/s  {record['seconds']:.1f} s"

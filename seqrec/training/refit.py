@@ -16,10 +16,10 @@ from seqrec.artifacts import REFIT, VOCABULARY
 from seqrec.config import FinetuneConfig, parse
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import trained_until
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.training.checkpoint import Checkpoint, counts_config, load_checkpoint, recounted
 from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.train import Training, train
-from seqrec.training.validation import METRIC
 
 
 def retrain(
@@ -67,12 +67,12 @@ def retrain(
 def chosen_epochs(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the best epoch of each phase; 0 if the phase did not improve on the one before.
 
-    >>> chosen_epochs([{"phase": "a", "epoch": 1, METRIC: 0.2}, {"phase": "a", "epoch": 2, METRIC: 0.1}])
+    >>> chosen_epochs([{"phase": "a", "epoch": 1, SELECTION: 0.2}, {"phase": "a", "epoch": 2, SELECTION: 0.1}])
     {'a': 1}
     """
     best, chosen = -1.0, dict[str, int]()
     for record in records:
         chosen.setdefault(record["phase"], 0)
-        if record.get(METRIC, -1.0) > best:
-            best, chosen[record["phase"]] = record[METRIC], record["epoch"]
+        if record.get(SELECTION, -1.0) > best:
+            best, chosen[record["phase"]] = record[SELECTION], record["epoch"]
     return chosen

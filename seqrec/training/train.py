@@ -22,6 +22,7 @@ from seqrec.config import FinetuneConfig, TrainConfig
 from seqrec.counts import search
 from seqrec.data import sequences
 from seqrec.data.sequences import Sequences
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.models.base import SequenceModel
 from seqrec.training import batches, cost, loop
 from seqrec.training.auto_settings import has_fast_bf16
@@ -29,7 +30,7 @@ from seqrec.training.checkpoint import load_checkpoint, save_counts, save_model
 from seqrec.training.held_out import split_of
 from seqrec.training.progress import OpenLog, unlogged
 from seqrec.training.resume import ResumeState, fingerprint
-from seqrec.training.validation import ACCURACY, METRIC
+from seqrec.training.validation import ACCURACY
 
 logger = logging.getLogger(__name__)
 Records = Sequence[Mapping[str, Any]]  # a record per epoch
@@ -157,7 +158,7 @@ def user_tables(model: SequenceModel) -> list[nn.Embedding]:
 
 def _figures(records: Records) -> dict[str, float]:
     values = {"epochs": len(records), "seconds": sum(record["seconds"] for record in records)}
-    for name in (METRIC, ACCURACY):
+    for name in (SELECTION, ACCURACY):
         best = [record[name] for record in records if name in record]
         values |= {name: max(best)} if best else {}
     return values

@@ -13,12 +13,12 @@ from seqrec.config import TrainConfig
 from seqrec.data import sequences
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.models.base import SequenceModel
 from seqrec.models.optional import SelfSupervised, self_supervised
 from seqrec.training.batches import trained_users
 from seqrec.training.tensors import below
 
-METRIC = "valid/ndcg@10"
 ACCURACY = "valid/accuracy"  # in contrastive phases
 
 
@@ -27,7 +27,7 @@ class EarlyStopping:
 
     def __init__(self, model: SequenceModel, phase: str, patience: int) -> None:
         self.model, self.patience = model, patience
-        self.metric = ACCURACY if self_supervised(model, phase) else METRIC
+        self.metric = ACCURACY if self_supervised(model, phase) else SELECTION
         self.best = -1.0  # best value of the metric; -1: none yet
         self.waited = 0  # validations since the best one
         self.weights: dict[str, Tensor] = {}  # best weights; empty before the first validation

@@ -16,11 +16,12 @@ from support import exit_of, interrupted, losses_of, make_model, prepare_rows, r
 
 from seqrec.config import ModelConfig, PretrainConfig, from_dict
 from seqrec.data import sequences
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.stages.pretrain import pretrain
 from seqrec.training.checkpoint import load_checkpoint, save_model
 from seqrec.training.progress import EpochMeter
 from seqrec.training.resume import ResumeState
-from seqrec.training.validation import METRIC, validate
+from seqrec.training.validation import validate
 
 
 class Reached(Exception):  # noqa: N818
@@ -32,8 +33,8 @@ def best_of(target, prepared, out, *arguments, **settings) -> float:
     metrics = [0.0]
 
     def log(record, _):
-        metrics.append(record[METRIC])
-        if record[METRIC] > target:
+        metrics.append(record[SELECTION])
+        if record[SELECTION] > target:
             raise Reached
 
     with contextlib.suppress(Reached):

@@ -15,6 +15,7 @@ from seqrec.config import ConfigError, EvaluateConfig, RegisterConfig, from_dict
 from seqrec.counts.term import with_counts
 from seqrec.data import sequences
 from seqrec.evaluation import ranking, results
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.locks import LockedError
 from seqrec.pipeline import BY_NAME
 from seqrec.serving.recommender import Recommender
@@ -23,7 +24,6 @@ from seqrec.tracking import gate, registry, runs
 from seqrec.tracking.runs import TrackingError
 from seqrec.training import refit
 from seqrec.training.checkpoint import load_checkpoint, save_model
-from seqrec.training.validation import METRIC
 from seqrec.training.warm_start import warm_start
 
 
@@ -35,7 +35,7 @@ def trained(prepared, tmp_path_factory):
     run(prepared, folder, save_steps=1)
     lines = load_checkpoint(folder / "finetuned").epoch_records()
     for line, value in zip(lines, (0.1, 0.3, 0.2, 0.3), strict=True):
-        line[METRIC] = value
+        line[SELECTION] = value
     (folder / "finetuned" / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     card, digest = folder / "finetuned" / "config.json", sha256(folder / "finetuned" / "history.jsonl")
     write_json(card, read_json(card) | {"history_sha256": digest})
@@ -57,7 +57,7 @@ def retrain(prepared, trained, out, **more):
     ],
 )
 def test_the_epochs_are_those_whose_weights_were_kept(history, epochs):
-    lines = [dict(zip(("phase", "epoch", METRIC), values, strict=False)) for values in history]
+    lines = [dict(zip(("phase", "epoch", SELECTION), values, strict=False)) for values in history]
 
     assert refit.chosen_epochs(lines) == epochs
 

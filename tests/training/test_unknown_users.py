@@ -12,6 +12,7 @@ from seqrec.artifacts import RECOMMENDATIONS, REFITTED
 from seqrec.commands.recommend import score
 from seqrec.config import ConfigError, EvaluateConfig, FinetuneConfig
 from seqrec.data import sequences
+from seqrec.evaluation.metrics import SELECTION
 from seqrec.models import REGISTRY
 from seqrec.models.optional import DescribedItems
 from seqrec.serving.recommender import Recommender, Request
@@ -20,7 +21,6 @@ from seqrec.stages.evaluate import evaluate
 from seqrec.training import batches
 from seqrec.training.checkpoint import load_checkpoint
 from seqrec.training.train import user_tables
-from seqrec.training.validation import METRIC
 
 EARLY, LATE, MIDDLE = "u0", "late", "middle"
 OPTIONS = {"d_model": 16, "length": 12}
@@ -64,7 +64,7 @@ def test_who_training_did_not_know_has_the_vector_of_user_zero(temporal, tmp_pat
         assert not (rows[1:][known_U] == rows[0]).all(1).any()
 
     shared = {"model": model, "sequences": temporal, "checkpoint": tmp_path / "finetuned", "report": tmp_path}
-    assert evaluate(**shared, config=EvaluateConfig())[METRIC] == pytest.approx(figures[METRIC])
+    assert evaluate(**shared, config=EvaluateConfig())[SELECTION] == pytest.approx(figures[SELECTION])
     recommender = Recommender.load(tmp_path / "finetuned")
     someone = user_ids[int(known_U.nonzero()[0])]
     answers = {user: recommender.recommend(["i1", "i2"], 5, user=user) for user in (LATE, "once", "nobody", someone)}
