@@ -147,7 +147,7 @@ def _report(run: str) -> Path:
     if model:
         others = f", but {', '.join(found)}" if found else ""
         raise FileNotFoundError(f"{folder} holds no evaluated model {model}{others}")
-    trained = [name for name in found if name not in BASELINES]
+    trained = [name for name in found if name not in BASELINES] or found
     if len(trained) != 1:
         raise ValueError(f"{run} holds the models {', '.join(found) or '(none)'}: name one, as in {run}:MODEL")
     return reports / trained[0]

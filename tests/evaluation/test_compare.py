@@ -174,6 +174,9 @@ def test_a_run_is_named_by_its_output_folder(tmp_path):
     assert list(compare([a, f"{b}:flash4rec", f"{a}:popularity"])["others"]) == [f"{b}:flash4rec", f"{a}:popularity"]
     with pytest.raises(ValueError, match=r"b holds the models flash4rec, sasrec: name one, as in .*b:MODEL"):
         compare([a, b])
+
+    write_report(tmp_path / "c" / "reports" / "popularity", OTHER)  # the folder of a baseline fitted in Python
+    assert list(compare([a, str(tmp_path / "c")])["others"]) == [str(tmp_path / "c")]
     with pytest.raises(FileNotFoundError, match=r"no evaluated model gru4rec, but flash4rec, sasrec"):
         compare([a, f"{b}:gru4rec"])
 
