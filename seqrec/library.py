@@ -368,7 +368,8 @@ def fit(
         own += "such as flash4rec_time: flash4rec with options={'request_time': True}"
         raise ValueError(f"model: {model!r} is not one of {known}; {own}")
     if minutes is not None and ("epochs" in (finetune or {}) or described):
-        raise ValueError("minutes: the settings already give the number of epochs; leave out one of the two")
+        source = f"the dataset's settings, which have {model} under `models`," if described else "finetune"
+        raise ValueError(f"minutes: {source} already gives the number of epochs; leave out one of the two")
     minutes, seed, options = map(_plain, (minutes, seed, options))
     if minutes is not None:
         check_value("minutes", Minutes, minutes)

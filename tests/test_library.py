@@ -54,7 +54,10 @@ def test_figures_are_those_of_the_pipeline(data, model, tmp_path):
     settings = model.folder.parents[2] / "params.yaml"
 
     assert main(["run", "--config-file", str(settings), "--out", str(tmp_path / "run")]) == 0
-    same = seqrec.fit(seqrec.Dataset.from_params(settings, folder=tmp_path / "again"), "sasrec")
+    described = seqrec.Dataset.from_params(settings, folder=tmp_path / "again")
+    with pytest.raises(ValueError, match="minutes: the dataset's settings, which have sasrec under `models`"):
+        seqrec.fit(described, "sasrec", minutes=1)
+    same = seqrec.fit(described, "sasrec")
 
     ran = figures(json.loads((tmp_path / "run" / "reports" / "sasrec" / "metrics.json").read_text()))
     content = yaml.safe_load(settings.read_text())

@@ -314,7 +314,7 @@ class Recommender:
         if not request.items_text:
             return
         if not (self.engine.reads.text and self.tokenizer):
-            raise ValueError(f"items_text: {self.name} cannot read text; use a Recformer with its {TOKENIZER}")
+            raise ValueError(f"items_text: {self.name} cannot read new text; use Recformer with its {TOKENIZER}")
         if known := request.items_text.keys() & self.items.keys():
             raise ValueError(f"items_text: the model already knows the item {min(known)!r}")
         if names := self.engine.reads.attributes:

@@ -114,5 +114,5 @@ def test_what_cannot_be_read_is_refused_with_the_reason(recommenders, recommende
         lacking.recommend(["i2"], items_text={"i1": {"title": "once more"}})
     with pytest.raises(ValueError, match="items_text: 'new' has no text"):
         lacking.recommend(["i2"], items_text={"new": {"title": " "}})
-    with pytest.raises(ValueError, match="sasrec cannot read text"):
+    with pytest.raises(ValueError, match="sasrec cannot read new text"):
         recommender.recommend(["i1"], items_text=NEW)
