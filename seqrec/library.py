@@ -315,7 +315,7 @@ class Model:
 
     def _dataset(self, data: Dataset | None) -> Dataset:
         if data is None and self.data is None:
-            raise ValueError(f"data: {self.name} was loaded without its dataset: pass one, as in evaluate(data)")
+            raise ValueError(f"data: {self.name} was loaded without its dataset: pass it as `data`")
         return _checked(self.data if data is None else data)
 
     def __repr__(self) -> str:

@@ -98,7 +98,7 @@ def warnings(
     elif tied > TIES:
         found.append(f"{tied:.0%} of the events have the same time as the previous one; the file decides their order")
     if steps is not None and steps < STEPS:
-        found.append(f"only {steps} steps per epoch: lower finetune.batch_size, or train more epochs")
+        found.append(f"only {steps} steps per epoch: lower finetune.batch_size, train more epochs, or set both to auto")
     if at_once > AT_ONCE and not filter_seen:
         found.append(
             f"{at_once:.0%} of the events repeat the item of the event before: if the log has several kinds of events, "
