@@ -205,7 +205,7 @@ def test_a_saved_model_is_complete(data, model, tmp_path):
     assert again.recommend(["i1", "i2"]).equals(model.recommend(["i1", "i2"]))
     assert figures(again.evaluate(data).metrics) == figures(model.evaluate().metrics)
     assert again.recommend_all(data).equals(model.recommend_all())
-    with pytest.raises(ValueError, match=r"data: sasrec was loaded without its dataset: pass one"):
+    with pytest.raises(ValueError, match=r"data: sasrec was loaded without its dataset: pass it"):
         again.evaluate()
     with pytest.raises(ValueError, match=r"folder: .*my-model is not empty: name another one"):
         model.save(tmp_path / "my-model")
