@@ -113,7 +113,8 @@ def keep_freed_memory() -> None:
     """Make glibc reuse freed blocks. By default each step returns them, and every page has to be faulted in again."""
     if (libc := _glibc()) is not None:
         libc.mallopt(ctypes.c_int(-1), ctypes.c_int(2**31 - 1))  # M_TRIM_THRESHOLD
-        libc.mallopt(ctypes.c_int(-3), ctypes.c_int(2**30))  # M_MMAP_THRESHOLD
+        for threshold in (2**25, 2**30):  # M_MMAP_THRESHOLD; an older glibc refuses more than 2^25
+            libc.mallopt(ctypes.c_int(-3), ctypes.c_int(threshold))
 
 
 def return_freed_memory() -> None:

@@ -148,7 +148,7 @@ def read_tables(folder):
     model = read(folder)
     assert model.vocabulary
     assert model.users
-    sys.exit(len([*THREADS.iterdir()]) - before)
+    sys.exit(max(0, len([*THREADS.iterdir()]) - before))  # one of the fork may have ended
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
