@@ -28,7 +28,7 @@ from seqrec.commands import auto, auto_data, run
 from seqrec.commands.auto_plan import Plan, refuse_others
 from seqrec.commands.auto_training import model_settings, train
 from seqrec.commands.recommend import score_with
-from seqrec.commands.settings import check
+from seqrec.commands.settings import check, model_of
 from seqrec.config import FinetuneConfig, Params, PretrainConfig
 from seqrec.config.checks import check_value
 from seqrec.config.ranges import Count, Minutes, Positive
@@ -391,19 +391,19 @@ def fit(
             entry = dict(params.models[model])
             given = {"options": options or {}, "pretrain": pretrain or {}, "finetune": finetune or {}}
             entry |= {name: {**entry[name], **values} for name, values in given.items()}
-            plan.set_model(model, entry)
-            pretrained = issubclass(REGISTRY[params.model(model).architecture], SelfSupervised)
         else:
             entry = settings({})
             settings = partial(settings, options=entry["options"])  # which have been warned about
-            check(config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]}), ingests=False)
-            kind = REGISTRY[model]
-            settled = config.parse(kind.Options, entry["options"], "options")
-            if not shape.described and {"text", "attributes"} & kind.needs_of(settled):
-                raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
-            pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(settled)
-            if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
-                raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
+        checked = config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]})
+        check(checked, ingests=False)
+        kind, chosen = model_of(checked, model)
+        pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(chosen)
+        if described:
+            plan.set_model(model, entry)
+        elif not shape.described and {"text", "attributes"} & kind.needs_of(chosen):
+            raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
+        if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
+            raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
         if not pretrained and (unused := [name for name in pretrain or {} if name != "item_vectors"]):
             raise ValueError(f"pretrain.{unused[0]}: {model} is not pre-trained with these options: leave it out")
         train(plan, model, settings, data.tables, place, share=None if minutes is None else plan.left())

@@ -82,7 +82,7 @@ def check(params: Params, *, ingests: bool = True) -> None:
         ConfigError: naming the key.
     """
     for model in params.leaderboard:
-        _, options = _parsed(params, model)
+        _, options = model_of(params, model)
         finetune = params.section("finetune", model=model)
         for value, readers in ((finetune.loss, LOSSES_OF), (options.objective, OBJECTIVES_OF)):
             _warn_of_unread(f"models.{model}: finetune", finetune, value, readers)
@@ -131,7 +131,7 @@ def unfed(params: Params) -> list[str]:
 
     if sources.describes_items(params.section("ingest", dataset=params.dataset)):
         return []
-    parsed = {name: _parsed(params, name) for name in params.leaderboard}
+    parsed = {name: model_of(params, name) for name in params.leaderboard}
     return [name for name, (kind, options) in parsed.items() if {"text", "attributes"} & kind.needs_of(options)]
 
 
@@ -150,7 +150,7 @@ def without_unfed(params: Params) -> Params:
     return replace(params, leaderboard=kept)
 
 
-def _parsed(params: Params, name: str) -> tuple[type[SequenceModel], Options]:
+def model_of(params: Params, name: str) -> tuple[type[SequenceModel], Options]:
     """Check the entry of a model, and return its class and options."""
     import torch
 

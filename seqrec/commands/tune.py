@@ -26,7 +26,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from seqrec.artifacts import SPLIT_CARD, inputs_of, read_json, rename, write_json, write_text
-from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict, parse
+from seqrec.commands.settings import model_of
+from seqrec.config import SECTIONS, ConfigError, Params, SearchRange, TuneConfig, from_dict
 from seqrec.errors import RetryableError
 from seqrec.evaluation.metrics import SELECTION
 from seqrec.locks import locked
@@ -35,7 +36,6 @@ from seqrec.pipeline import STAGES
 from seqrec.stages.finetune import finetune
 from seqrec.stages.pretrain import pretrain
 from seqrec.tracking import runs
-from seqrec.training.auto_settings import settled
 from seqrec.training.progress import LogEpoch
 from seqrec.training.resume import fingerprint
 
@@ -62,11 +62,7 @@ class Search:
 
     def options(self, params: Params) -> dict[str, Any]:
         """Return every option of the model, including defaults; options that are `auto` stay `auto`."""
-        config = params.model(self.model)
-        if config.architecture not in REGISTRY:
-            raise ConfigError(f"models.{self.model}.architecture: must be one of {', '.join(REGISTRY)}")
-        cls = REGISTRY[config.architecture].Options
-        return asdict(parse(cls, settled(config), f"models.{self.model}.options")) | config.options
+        return asdict(model_of(params, self.model)[1]) | params.model(self.model).options
 
     def check(self) -> None:
         """Check that the ends of each range, and a value in between, are valid together with the other settings.
