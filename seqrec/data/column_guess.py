@@ -398,7 +398,8 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
     """Return the free column whose values fit the role best: dates for times, repeated non-fractions for ids."""
     free = [column for column in rows.columns if column not in roles.values()]
     if role == "timestamp":
-        return _time_of_events(free, rows, roles, time_format)
+        filled = [name for name in free if not _is_sparse(rows[name]) and _is_date(_known(rows[name]), time_format)]
+        return _time_of_events(free, rows, roles, time_format) or next(iter(_varying(filled, rows, roles)), None)
     if role == "rating":
         return None
     free = [column for column in free if "timestamp" in roles or _fitting(rows[column], time_format) is None]
@@ -457,9 +458,14 @@ def _is_sparse(values: pl.Series) -> bool:
     return bool(text.is_in(["", *MISSING]).mean() > MALFORMED)  # type: ignore[operator]
 
 
-def _is_date(values: pl.Series) -> bool:
+def _known(values: pl.Series) -> pl.Series:
+    """Return the values that are not missing."""
+    return values.filter(values.cast(pl.String, strict=False).str.strip_chars() != "")
+
+
+def _is_date(values: pl.Series, time_format: str = "") -> bool:
     """Return whether the values are times, and not numbers that may also be ids."""
-    found = _fitting(values)
+    found = _fitting(values, time_format)
     numbers = values.cast(pl.String, strict=False).cast(pl.Float64, strict=False)
     return bool(found) or (found == "" and numbers.null_count() > values.null_count())
 
@@ -544,7 +550,7 @@ def _time_format(values: pl.Series) -> str:
     """
     if values.dtype.is_temporal():
         return ""
-    known = values.filter(values.cast(pl.String).str.strip_chars() != "")
+    known = _known(values)
     plain = _share_of_times(known, "")
     if plain >= FIT:
         return ""

@@ -42,6 +42,7 @@ def table(columns):
         "count": [row * 5 % 13 for row in range(ROWS)],
         "whole": [f"{row % 20}.0" for row in range(ROWS)],
         "some-days": [f"2020-01-{row % 13 + 10}" for row in range(ROWS)],
+        "finished": [f"2020-01-{row % 13 + 10}" if row % 8 else "" for row in range(ROWS)],
         "pseudonym": [f"{1_000_000_000 + row % 20}.{1_680_000_000 + row % 20}" for row in range(ROWS)],
         "share": [row / ROWS for row in range(ROWS)],
         "text": [f"I liked it a lot, and so did {row} friends" for row in range(ROWS - 5)] + ["Good"] * 5,
@@ -118,6 +119,7 @@ LOGS = {  # columns with their values, and the found ones in order: users, items
     "a type of client is not a user": ("client=stars visitor_id=user page=item time=iso", "visitor_id page time"),
     "a song needs no id": ("user=user song=item artist_id=group ts=epoch", "user song ts"),
     "a date is not a user": ("due=some-days a=user b=item when=iso", "a b when"),
+    "some events have no time": ("person=user thing=item completed=finished n=count", "person thing completed"),
     "the date of a session is not a user": ("session=some-days a=user b=item when=iso", "a b when"),
     "pseudonyms of Google Analytics": (
         "event_date=compact-day event_timestamp=epoch user_pseudo_id=pseudonym item_id=item",
