@@ -86,7 +86,7 @@ def _validation_seconds(model: SequenceModel, data: Sequences, filter_seen: bool
     return (time.monotonic() - began) * len(cases) / max(1, len(some))
 
 
-def announce(stage: str, epochs: int, total: int, meter: EpochMeter) -> bool:
+def announce(title: str, epochs: int, total: int, meter: EpochMeter) -> bool:
     """Return whether a phase of `total` steps is long; then log the longest that it can take, and its memory.
 
     `meter` holds the first FIRST_STEPS steps.
@@ -95,7 +95,7 @@ def announce(stage: str, epochs: int, total: int, meter: EpochMeter) -> bool:
     seconds = meter.seconds / FIRST_STEPS * total
     if seconds > LONG_S:
         logger.info(
-            f"{stage}: at most {seconds / 60:.0f} min of training ({epochs} epochs), plus validation; "
+            f"{title}: at most {seconds / 60:.0f} min of training ({epochs} epochs), plus validation; "
             f"early stopping may end it sooner. Memory so far: {peak_memory(meter.device) / 1e9:.1f} GB"
         )
     return seconds > LONG_S

@@ -46,13 +46,15 @@ def fit(
     accelerator: Accelerator,
     log: LogEpoch | None = None,
     epochs: Mapping[str, int] | None = None,
+    title: str = "",
 ) -> list[dict[str, Any]]:
     """Train the model in place, phase by phase, and leave it with the weights that were best on validation.
 
     Resumes from the saved state if there is one. On a CPU, the result equals that of an uninterrupted run bit for bit.
 
     With `epochs`, each phase runs for exactly that many epochs, without validation. The learning rates are still those
-    of a schedule over `config.epochs`. `filter_seen` says whether validation leaves out seen items.
+    of a schedule over `config.epochs`. `filter_seen` says whether validation leaves out seen items. Lines of progress
+    start with `title`, by default the stage.
 
     Returns:
         One record per epoch: losses, validation metrics, learning rate, seconds, targets per second.
@@ -62,6 +64,7 @@ def fit(
         OSError: a resume state cannot be written.
         ValueError: there are no training or no validation cases.
     """
+    title = title or stage
     contrast.check(config, model, stage)
     if epochs is None and bool((data.valid_stop == data.valid_start).all()):
         raise ValueError(
@@ -94,14 +97,14 @@ def fit(
             "random": resume.RandomState(accelerator),
         }
         if saved is not None:
-            logger.info("resuming %s at epoch %d, batch %d", stage, position.epoch + 1, position.batch)
+            logger.info("resuming %s at epoch %d, batch %d", title, position.epoch + 1, position.batch)
             resume.restore(components, saved)
             saved = None
         elif position.phase > 0 and epochs is None:  # a later phase must beat the weights it starts from
             stopping.update(validate())
 
         last = config.epochs if epochs is None else epochs.get(phase, 0)
-        with ProgressBar(f"{stage} {phase}", last, shown=main) as bar:
+        with ProgressBar(f"{title} {phase}", last, shown=main) as bar:
             while position.epoch < last and not stopping.over:
                 if position.batch == 0:  # otherwise done before the interruption
                     model.eval()
@@ -126,7 +129,7 @@ def fit(
                     if position.total_steps % MEMORY_STEPS == 0:
                         cost.return_freed_memory()
                     if position.total_steps == cost.FIRST_STEPS <= position.batch and main:
-                        utilisation.wanted = cost.announce(stage, last, last * batches, meter)
+                        utilisation.wanted = cost.announce(title, last, last * batches, meter)
                     if position.step % config.save_steps == 0 and position.batch < batches:
                         divergence.check_weights(position.step)
                         resume.save(state, position.total_steps, components, accelerator)
@@ -152,12 +155,12 @@ def fit(
                 if main:
                     if log is not None:
                         log(record, len(position.records))
-                    report_epoch(stage, record, last)
+                    report_epoch(title, record, last)
                 resume.save(state, position.total_steps, components, accelerator)
 
         model.train().eval()  # a resumed one is in eval mode already, and some models prepare for it
         stopping.restore_best()
         position.end_phase()
     if position.records:
-        utilisation.report(stage, max(record["targets_per_second"] for record in position.records))
+        utilisation.report(title, max(record["targets_per_second"] for record in position.records))
     return position.records

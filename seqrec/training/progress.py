@@ -141,10 +141,10 @@ class ProgressBar(Progress):
         self.update(self.steps, completed=position.step, description=text)
 
 
-def report_epoch(stage: str, record: Mapping[str, Any], epochs: int) -> None:
+def report_epoch(title: str, record: Mapping[str, Any], epochs: int) -> None:
     """Log an epoch's record; `epochs` is the maximum number of epochs of the phase."""
     metric = "".join(f"  {name} {record[name]:.4f}" for name in (SELECTION, ACCURACY) if name in record)
     logger.info(
-        f"{stage} {record['phase']} epoch {record['epoch']}/{epochs}  loss {record['loss']:.4f}{metric}  "
+        f"{title} {record['phase']} epoch {record['epoch']}/{epochs}  loss {record['loss']:.4f}{metric}  "
         f"{record['targets_per_second']:.0f} targets/s  {record['seconds']:.1f} s"
     )

@@ -84,7 +84,8 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
         for part in model.parts:
             part.on_start(batches.trained_counts(data, training.config))
         cost.keep_freed_memory()
-        with training.open_log(identity, f"{training.name} {training.stage}") as log:
+        title = f"{training.name} {training.stage}"
+        with training.open_log(identity, title) as log:
             records = loop.fit(
                 model,
                 data,
@@ -95,6 +96,7 @@ def train(model: SequenceModel, data: Sequences, training: Training) -> dict[str
                 accelerator=accelerator,
                 log=log,
                 epochs=training.epochs,
+                title=title,
             )
         forget_users(model, ~batches.trained_users(data, training.config))
     if training.finish is not None:

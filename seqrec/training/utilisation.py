@@ -42,7 +42,7 @@ class Utilisation:
             return self._profiled()
         return nullcontext()
 
-    def report(self, stage: str, targets_per_second: float) -> None:
+    def report(self, title: str, targets_per_second: float) -> None:
         """Log speed, share of the peak, and what takes the time; nothing if the steps were not measured."""
         if not self.shares:
             return
@@ -51,7 +51,7 @@ class Utilisation:
         parts = sorted(((share / total, name) for name, share in self.shares.items()), reverse=True)
         share = targets_per_second * self.flops / peak
         logger.info(
-            f"{stage}: {targets_per_second:,.0f} targets/s, {share:.0%} of the peak of this machine"
+            f"{title}: {targets_per_second:,.0f} targets/s, {share:.0%} of the peak of this machine"
             f" ({peak / 1e9:,.0f} GFLOP/s in matrix products of {self.precision}; a target takes "
             f"{self.flops / 1e6:.2f} MFLOP); the time goes to {', '.join(f'{name} {s:.0%}' for s, name in parts)}"
         )

@@ -209,7 +209,7 @@ def test_a_search_interrupted_everywhere_is_the_search_that_was_not(prepared, wh
     known, found = ({key: v for key, v in budget(f).items() if key not in timed} for f in (whole, tmp_path))
     assert found == known
     assert not (tmp_path / "study.db.work").exists()
-    epochs = [message for message in caplog.messages if message.startswith("finetune train epoch")]
+    epochs = [message for message in caplog.messages if " finetune train epoch " in message]
     assert len(epochs) == known["epochs"] - 1  # that of the pruned trial is not shown, and none is shown twice
 
 
