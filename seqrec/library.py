@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from seqrec import config, locks
-from seqrec.artifacts import ITEMS, LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, read_json, sha256, write_text
+from seqrec.artifacts import ITEMS, LEFT_OUT, METRICS, MODEL_CARD, SPLIT_CARD, explained, read_json, sha256, write_text
 from seqrec.commands import auto, auto_data, run
 from seqrec.commands.auto_plan import Plan, refuse_others
 from seqrec.commands.auto_training import model_settings, train
@@ -456,7 +456,10 @@ def _refuse_others(place: Path, *plans: str) -> None:
 def _working(folder: str | Path | None) -> tuple[Path, Any]:
     """Return a folder to work in, and what keeps it if it is temporary."""
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"folder: {explained(error)}") from error
         return Path(folder).resolve(), None
     temporary = tempfile.TemporaryDirectory(prefix="seqrec-")
     return Path(temporary.name).resolve(), temporary

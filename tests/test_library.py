@@ -369,6 +369,8 @@ def test_a_folder_that_holds_something_else_is_refused(data, tmp_path):
         (lambda data: seqrec.fit(data, "popularity").recommend_all(k=2.5), "k must be of type int, not 2.5"),
         (lambda data: seqrec.fit(data, "popularity").evaluate().table("train"), "split must be one of test, valid"),
         (lambda _: seqrec.Dataset.from_frame(frame().head(3)), "critical rules failed.*folder was temporary: folder="),
+        (lambda data: seqrec.fit(data, "popularity", folder=__file__), "folder: .* is a file, but must be a folder"),
+        (lambda data: seqrec.fit(data, "popularity", folder=f"{__file__}/x"), "folder: .* is a file, but must be"),
         (lambda _: seqrec.Dataset.from_frame([1, 2]), "frame: expected a table of polars, pandas or Arrow, not list"),
         (lambda _: seqrec.Dataset.from_frame(frame().select("SKU", "bought_at")), "user_id; name it with user="),
         (

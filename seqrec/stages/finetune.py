@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -82,7 +83,9 @@ def finetune(
         files=start.files,
     )
     values = train(net, prepared, training)
-    if refit != "none":
+    if refit == "none":
+        shutil.rmtree(checkpoint / REFITTED, ignore_errors=True)  # of an earlier call
+    else:
         retrain(
             model=model,
             sequences=sequences,

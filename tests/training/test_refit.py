@@ -169,6 +169,13 @@ def test_a_refit_that_is_missing_or_of_other_weights_is_refused(prepared, traine
         evaluate(**shared, checkpoint=other)
 
 
+def test_a_training_without_a_refit_keeps_none_of_an_earlier_call(prepared, refitted_too, tmp_path):
+    shutil.copytree(refitted_too.parent, tmp_path / "sasrec")
+    run(prepared, tmp_path / "sasrec", counts={"alpha": 0.5})
+
+    assert not (tmp_path / "sasrec" / "finetuned" / REFITTED).exists()
+
+
 def test_refit_is_a_setting_of_evaluate_alone():
     content = {"dataset": "toy", "models": {"sasrec": {}}, "evaluate": {"refit": "valid"}}
 
