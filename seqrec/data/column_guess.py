@@ -297,8 +297,11 @@ def _by_name(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_forma
 
 
 def _by_name_alone(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_format: str) -> str | None:
-    """Return the column whose name fits a required role best, whatever its values are."""
-    return next((name for name in _named(role, rows, roles) if role == "timestamp" or _score(role, name) >= SURE), None)
+    """Return the column whose name fits a required role best, whatever its values are; `clicked` may be yes or no."""
+    named = _named(role, rows, roles)
+    if role == "timestamp":
+        return next((name for name in named if rows[name].n_unique() > 2), None)
+    return next((name for name in named if _score(role, name) >= SURE), None)
 
 
 def _named(role: str, rows: pl.DataFrame, roles: Mapping[str, str]) -> list[str]:

@@ -47,6 +47,7 @@ def table(columns):
         "share": [row / ROWS for row in range(ROWS)],
         "text": [f"I liked it a lot, and so did {row} friends" for row in range(ROWS - 5)] + ["Good"] * 5,
         "either-time": [f"{row % 12 + 1:02}/{row % 11 + 1:02}/2020" for row in range(ROWS)],
+        "yes": [str(row % 3 > 0) for row in range(ROWS)],
         "one": ["Page viewed"] * ROWS,
         "some-users": ["NA" if row % 20 < 15 else f"a{row % 20}" for row in range(ROWS)],
     }
@@ -295,6 +296,7 @@ def test_what_the_caller_names_is_taken(tmp_path):
     ("columns", "chosen", "message"),
     [
         ("user=user item=item", {}, "columns user, item looks like timestamp; name it with --time"),
+        ("user=user item=item purchased=yes", {}, "columns user, item, purchased looks like timestamp"),
         ("user=user item=item time=words", {}, "have no known format.* set --time-format"),
         ("user=user item=item day=number", {}, "have no known format.* with --time day"),
         ("user=user item=item hour_of_day=count", {}, "have no known format.* another column with --time$"),
