@@ -6,7 +6,16 @@ import re
 import time
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    model_validator,
+)
 
 from seqrec.artifacts import MAX_ID_LENGTH
 from seqrec.serving.events import IMPORTED, UserHistory
@@ -28,8 +37,16 @@ UNCLEAN = re.compile("[\\x00-\\x1f\\x7f-\\x9f\ufffd]")  # what no id of a source
 
 By = Literal["champion", "candidate"]  # the model that is to answer
 Factor = Annotated[float, Field(gt=0, le=1e6)]
-Id = Annotated[str, Field(max_length=1_000)]
-Text = Annotated[str, Field(max_length=4_000)]
+
+
+def _written(value: Any) -> Any:
+    """Return a whole number, as which many logs have ids, as text."""
+    return str(value) if type(value) is int else value
+
+
+Written = BeforeValidator(_written)
+Id = Annotated[str, Field(max_length=1_000), Written]
+Text = Annotated[str, Field(max_length=4_000), Written]
 
 
 def _fits_index(text: str) -> str:
@@ -47,7 +64,7 @@ def _is_id(text: str) -> str:
     return text
 
 
-Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), AfterValidator(_fits_index)]
+Stored = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$"), Written, AfterValidator(_fits_index)]
 Trimmed = StringConstraints(strip_whitespace=True)  # as ingest does
 Item = Annotated[Id, Trimmed]
 User = Annotated[Id, Trimmed, AfterValidator(_fits_index)]

@@ -62,6 +62,19 @@ def test_a_malformed_body_is_refused_with_the_reason(address, text):
         assert answer.json()["detail"]
 
 
+def test_ids_may_be_whole_numbers():
+    body = {"history": [5, "6"], "user": 7, "exclude": [8], "filter": {"year": [1990]}, "items_text": {"a": {"b": 9}}}
+    query = schemas.Query.model_validate(body)
+    event = schemas.UserEvent.model_validate({"event_id": 1, "user": 2, "item": 3})
+
+    assert (query.history, query.user, query.exclude) == (["5", "6"], "7", ["8"])
+    assert (query.filter, query.items_text) == ({"year": ["1990"]}, {"a": {"b": "9"}})
+    assert (event.event_id, event.user, event.item) == ("1", "2", "3")
+    for wrong in (5.0, True, None):
+        with pytest.raises(ValueError, match="should be a valid string"):
+            schemas.Query.model_validate({"history": [wrong]})
+
+
 def test_who_cannot_be_answered_or_makes_a_pass_fail_fails_alone(recommender):
     failing, sizes = copy.copy(recommender), []
     wrong = Request(history=["i1"], filter={"colour": ["red"]})
