@@ -399,7 +399,8 @@ class Recommender:
         shown = [(score, item) for score, item in zip(*best, strict=True) if score > float("-inf")][: request.k]
         notes = []
         if not known:
-            notes.append("the history has no known item: these are the most popular ones")
+            what = "has no known item" if request.history else "is empty"
+            notes.append(f"the history {what}: these are the most popular ones")
         elif not scored:
             notes.append(f"{self.name} has counted nothing after this history: these are the most popular items")
         elif self.engine.reads.times and request.times is None:

@@ -68,8 +68,8 @@ def test_unknown_items_are_skipped_and_counted_and_excluded_ones_not_shown(recom
     assert without.items[:4] == plain.items[1:]
 
 
-@pytest.mark.parametrize("history", [[], ["nobody knows this"]])
-def test_without_a_known_item_the_popular_ones_are_given_and_said_to_be(prepared, recommender, history):
+@pytest.mark.parametrize(("history", "why"), [([], "is empty"), (["nobody knows this"], "has no known item")])
+def test_without_a_known_item_the_popular_ones_are_given_and_said_to_be(prepared, recommender, history, why):
     counts = sequences.load(prepared).count
 
     best = recommender.recommend(history, 3)
@@ -77,7 +77,7 @@ def test_without_a_known_item_the_popular_ones_are_given_and_said_to_be(prepared
     assert best.scores == sorted(counts[1:].tolist(), reverse=True)[:3]
     assert best.source == "popularity"
     assert best.unknown == len(history)
-    assert "popular" in best.notes[0]
+    assert best.notes == [f"the history {why}: these are the most popular ones"]
 
 
 def test_what_the_model_no_longer_sees_is_not_shown_again(recommender):
