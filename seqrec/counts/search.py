@@ -87,7 +87,7 @@ LAST_EVENT = CountsConfig(alpha=3.0, rho=0.2, kernel="square")  # counts in whic
 SCALES: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO)
 ADDED = (*SCALES, KERNELS, popularities)
 VISITS = 0.1  # with a larger share of events at the time of the event before, pairs across times may count less
-AT_ONCE = ([{"across": 0.1}], *SCALES, popularities)
+AT_ONCE = ([{"across": 0.1}], *ADDED)
 CERTAIN = 2.0  # standard errors by which that must be better
 
 
