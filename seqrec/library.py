@@ -395,13 +395,14 @@ def fit(
             entry = settings({})
             settings = partial(settings, options=entry["options"])  # which have been warned about
         checked = config.from_dict(content | {"models": {model: entry}, "leaderboard": [model]})
-        check(checked, ingests=False)
         kind, chosen = model_of(checked, model)
         pretrained = issubclass(kind, SelfSupervised) and kind.pretrains(chosen)
         if described:
             plan.set_model(model, entry)
-        elif not shape.described and {"text", "attributes"} & kind.needs_of(chosen):
-            raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
+        else:
+            check(checked, ingests=False)
+            if not shape.described and {"text", "attributes"} & kind.needs_of(chosen):
+                raise ValueError(f"model: {model} reads the text of items; pass `items` or `title` to the dataset")
         if minutes is not None and pretrained and "epochs" not in entry["pretrain"]:
             raise ValueError(f"minutes: {model} is pre-trained first: set pretrain={{'epochs': 5}}")
         if not pretrained and (unused := [name for name in pretrain or {} if name != "item_vectors"]):
