@@ -44,6 +44,7 @@ TOKENIZER = "tokenizer.json"  # text models: the tokeniser
 GRAPH = "model.onnx"  # beside the weights, if the model was exported; `serve` runs it
 GRAPH_CARD = "model.onnx.json"
 LEFT_OUT = "left-out.txt"  # in the place of a baseline that the data or the settings do not allow: the reason
+MODEL_PREFIX = "seqrec-"  # of the names of registered models, which a dataset follows
 REFITTED = "refitted"  # folder of the weights of a refit, in the folder of the training it repeats
 REFIT = "refit"  # key in the card of a refit: the evaluated training and its epochs
 # evaluate -> register

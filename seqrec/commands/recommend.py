@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from seqrec.artifacts import MODEL_PREFIX
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import ListLength
 from seqrec.counts.term import with_counts
@@ -21,7 +22,7 @@ from seqrec.data import stores
 from seqrec.data.sequences import load as load_sequences
 from seqrec.data.sequences import read_items, read_users
 from seqrec.evaluation import ranking
-from seqrec.serving.recommender import CHAMPION_URI, POPULARITY, Recommender, Request, located
+from seqrec.serving.recommender import POPULARITY, Recommender, Request, located
 from seqrec.training.checkpoint import Checkpoint, load_checkpoint
 
 BESIDE = "The number beside an event says how much the score of the first item drops without that event."
@@ -65,7 +66,7 @@ def recommend(
         TrackingError: the registry does not answer, or has no such model.
     """
     chosen, left_out = _ids("history", history), _ids("exclude", exclude)
-    recommender = Recommender.load(saved or CHAMPION_URI.format(dataset=dataset), config)
+    recommender = Recommender.load(saved or f"models:/{MODEL_PREFIX}{dataset}@champion", config)
     request = Request(history=chosen, k=k, exclude=left_out, user=user or None)
     answer = recommender.answer([request])[0]
     titles = recommender.titles

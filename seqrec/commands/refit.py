@@ -10,7 +10,7 @@ import logging
 from contextlib import nullcontext
 from pathlib import Path
 
-from seqrec.artifacts import REFITTED, SPLIT_CARD, read_json
+from seqrec.artifacts import MODEL_PREFIX, REFITTED, SPLIT_CARD, read_json
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.pipeline import BASELINES
 from seqrec.stages.baselines import rewrite
@@ -41,7 +41,7 @@ def refit(*, dataset: str, artifacts: Path, sequences: Path, state: Path, config
         LockedError: another process registers models of the dataset.
         TrackingError: the server does not answer, or the champion has changed in the meantime.
     """
-    client, name = runs.connect(config, create=False), f"seqrec-{dataset}"
+    client, name = runs.connect(config, create=False), MODEL_PREFIX + dataset
     with runs.registering(config, dataset), runs.explained(config):  # refused now, not after the training
         evaluated = registry.find_evaluated(client, name)
     if evaluated is None:

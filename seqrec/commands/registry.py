@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from seqrec.artifacts import MODEL_PREFIX
 from seqrec.commands.events import show_clicks
 from seqrec.config import ConfigError, RegisterConfig
 from seqrec.config.ranges import Count
@@ -54,7 +55,7 @@ def registry(
     if action != "promote" and version:
         raise ConfigError(f"--version has no effect with {action}, only with promote")
     with explained(config):
-        _act(action, connect(config, create=False), f"seqrec-{dataset}", config, version, reason, store_url(store))
+        _act(action, connect(config, create=False), MODEL_PREFIX + dataset, config, version, reason, store_url(store))
 
 
 def _act(
@@ -71,7 +72,7 @@ def _act(
     if action == "show":
         _show(client, model)
         return
-    with registering(config, name.removeprefix("seqrec-")):
+    with registering(config, name.removeprefix(MODEL_PREFIX)):
         champion = models.find_champion(client, name)
         chosen = _version(client, name, str(version)) if action == "promote" else _before(client, name, champion)
         if models.is_same(chosen, champion):

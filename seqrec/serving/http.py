@@ -31,7 +31,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import seqrec
-from seqrec.artifacts import GRAPH_CARD, MAX_ID_LENGTH, MODEL_CARD, read_json
+from seqrec.artifacts import GRAPH_CARD, MAX_ID_LENGTH, MODEL_CARD, MODEL_PREFIX, read_json
 from seqrec.config import ConfigError, RegisterConfig, ServeConfig, require
 from seqrec.data import stores
 from seqrec.serving import onnx_engine, open_inference, request_log, rules, schemas, traces
@@ -366,12 +366,12 @@ def _served(dataset: str, config: RegisterConfig, options: ServeConfig) -> tuple
 
     def version() -> str:
         nonlocal named
-        named = registry.alias_version(name=f"seqrec-{dataset}", alias=registry.CHAMPION, config=config)
+        named = registry.alias_version(name=MODEL_PREFIX + dataset, alias=registry.CHAMPION, config=config)
         return named
 
     if not version() and (others := registry.datasets(config)):
         logger.warning("no model of %s is the champion; models are registered of %s", dataset, ", ".join(others))
-    return lambda: loaded(f"models:/seqrec-{dataset}/{named}", config, options), version
+    return lambda: loaded(f"models:/{MODEL_PREFIX}{dataset}/{named}", config, options), version
 
 
 def _candidate(config: RegisterConfig, options: ServeConfig, champion_version: str) -> Served | None:

@@ -37,7 +37,6 @@ POPULARITY = "popularity"  # `source` of an answer that no model gave
 UNCOUNTED = 0.0  # best score of a baseline that has counted nothing after a history
 CENTURY = 36_525 * 86_400.0  # times further apart count as this: differences of infinite ones are no numbers
 REGISTERED = ("models:/", "runs:/")  # how MLflow's names of a model begin
-CHAMPION_URI = "models:/seqrec-{dataset}@champion"
 CANDIDATES = 100  # or 10 k, where that is more: the best items, among which a list of other rules is chosen
 MOST_CANDIDATES = 2_000
 LONGEST = 1_000  # list that is chosen item by item

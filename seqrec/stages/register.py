@@ -33,6 +33,7 @@ from seqrec.artifacts import (
     CASES,
     CHANGES,
     METRICS,
+    MODEL_PREFIX,
     RECOMMENDATIONS,
     REPORT_PAGE,
     SOURCE_CARD,
@@ -394,7 +395,7 @@ def _gate(
     """Register `best` as the candidate, and return the gate's decision in the form of leaderboard.json."""
     from seqrec.tracking import gate, registry
 
-    name = f"seqrec-{tracker.split['dataset']}"
+    name = MODEL_PREFIX + tracker.split["dataset"]
     tags = {
         **tracker.tags,
         "seqrec.model": best.name,

@@ -31,6 +31,7 @@ from seqrec.artifacts import (
     GRAPH,
     GRAPH_CARD,
     MODEL_CARD,
+    MODEL_PREFIX,
     REFIT,
     ROOT,
     TOKENS,
@@ -344,8 +345,8 @@ def datasets(config: RegisterConfig) -> list[str]:
     if runs.is_missing(config):
         return []
     with runs.explained(config):
-        models = runs.connect(config).search_registered_models("name LIKE 'seqrec-%'")
-    return [model.name.removeprefix("seqrec-") for model in models]
+        models = runs.connect(config).search_registered_models(f"name LIKE '{MODEL_PREFIX}%'")
+    return [model.name.removeprefix(MODEL_PREFIX) for model in models]
 
 
 def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, Any]:
@@ -356,7 +357,7 @@ def reference_statistics(*, dataset: str, config: RegisterConfig) -> dict[str, A
     Raises:
         TrackingError: the server does not answer.
     """
-    client, name = runs.connect(config), f"seqrec-{dataset}"
+    client, name = runs.connect(config), MODEL_PREFIX + dataset
     with runs.explained(config):
         version = _find_alias(client, name, REFERENCE) or find_champion(client, name)
     return json.loads(version.tags.get(STATISTICS_TAG, "{}")) if version else {}
@@ -369,7 +370,7 @@ def accept_statistics(*, dataset: str, version: int, config: RegisterConfig) -> 
         ConfigError: there is no such version, or it was registered without a validation.
         TrackingError: the server does not answer.
     """
-    client, name = runs.connect(config), f"seqrec-{dataset}"
+    client, name = runs.connect(config), MODEL_PREFIX + dataset
     with runs.explained(config):
         versions = client.search_model_versions(f"name = '{name}'")
         found = next((one for one in versions if int(one.version) == version), None)
@@ -393,7 +394,7 @@ def fetch_champion(*, dataset: str, folder: Path, config: RegisterConfig) -> str
     Raises:
         TrackingError: the server does not answer, or has lost the champion's files.
     """
-    client, name = runs.connect(config), f"seqrec-{dataset}"
+    client, name = runs.connect(config), MODEL_PREFIX + dataset
     folder.mkdir(parents=True, exist_ok=True)
     with runs.explained(config):
         evaluated = find_evaluated(client, name)
