@@ -119,6 +119,8 @@ def test_the_flags_of_the_service_win_over_its_section(params):
         (["keys", "show", "--days", "5"], "--name, --admin and --days have no effect with show"),
         (["serve", "--keys", "none.json"], "--keys: there is no file none.json"),
         (["serve", "--items", "none.parquet"], "--items: there is no file none.parquet"),
+        (["keys", "rotate", "--name", "me", "--keys-file", "none.json"], "none.json"),
+        (["keys", "revoke", "--name", "me", "--keys-file", "none.json"], "none.json"),
         (["keys", "show", "--keys-file", "."], ". is a folder, but must be"),
         (["events", "import", "--kinds", "view"], "--kinds has no effect with import, only with dump"),
         (["events", "import", "--output", "a.csv"], "--output has no effect with import, only with dump"),
@@ -133,6 +135,7 @@ def test_a_mistake_is_one_message_and_exits_with_1(params, caplog, arguments, me
     assert message in caplog.text
     assert caplog.messages[0].startswith(f"{arguments[0]}: ")
     assert "Traceback" not in caplog.text
+    assert not Path("none.json.lock").exists()
 
 
 @pytest.mark.parametrize(

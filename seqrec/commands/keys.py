@@ -36,6 +36,7 @@ def keys(
 
     Raises:
         ConfigError: the name is missing, or an option has no effect.
+        OSError: there is no file of keys; only add makes one.
         ValueError: no key has this name.
     """
     if action == "show":
@@ -47,6 +48,8 @@ def keys(
         raise ConfigError(f"{action} needs --name")
     if not 0 <= days <= LONGEST:
         raise ConfigError(f"--days must be from 0 to {LONGEST}, not {days}")
+    if action != "add":
+        file.read(keys_file)  # or it raises, before a lock file is made beside a file that does not exist
     if action == "revoke":
         if days or admin:
             raise ConfigError("--days and --admin have no effect with revoke, which disables the keys at once")
