@@ -164,10 +164,10 @@ def show(*, reports: Path = Path("reports")) -> None:
         FileNotFoundError: no run has written it.
     """
     if not (reports / LEADERBOARD).is_file():
-        raise FileNotFoundError(
-            f"{reports / LEADERBOARD} not found: run `make repro` first, or name the reports of another run, such as "
-            "--reports runs/first/reports"
-        )
+        remedy = "run `make repro` first, or name the reports of another run, such as --reports runs/first/reports"
+        if (reports / "reports" / LEADERBOARD).is_file():
+            remedy = f"name --reports {reports / 'reports'}"
+        raise FileNotFoundError(f"{reports / LEADERBOARD} not found: {remedy}")
     say(reports)
 
 

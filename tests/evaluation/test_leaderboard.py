@@ -56,6 +56,13 @@ def shown(reports, rows, capsys, outcome=None):
     return capsys.readouterr().out
 
 
+def test_the_folder_of_a_run_is_answered_with_that_of_its_reports(tmp_path):
+    write_json(tmp_path / "reports" / "leaderboard.json", {})
+
+    with pytest.raises(FileNotFoundError, match=f"not found: name --reports {tmp_path}/reports$"):
+        leaderboard.show(reports=tmp_path)
+
+
 def test_rows_are_ordered_by_validation_and_test_chooses_nothing(rows):
     assert [row["model"] for row in rows] == ["markov", "rec_denoiser", "sasrec", "popularity"]
     assert [row["baseline"] for row in rows] == [True, False, False, True]
