@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -234,6 +235,6 @@ def test_a_killed_training_goes_on_where_it_stood(client, tmp_path):
 
     assert killed
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert " finetune at epoch" in done.stdout
+    assert re.search(r"resuming \S+ finetune at epoch", done.stdout)
     (history,) = out.rglob("checkpoint/history.jsonl")
     assert len(history.read_text().splitlines()) == 100

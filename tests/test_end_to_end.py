@@ -138,7 +138,7 @@ def test_a_pipeline_killed_three_times_gives_the_figures_of_one_never_interrupte
     assert "finetune" in begun[1]
     assert "register" not in begun[1]
     assert begun[3] == ["register"]
-    assert " finetune at epoch 2, batch 2" in printed[2]
+    assert re.search(r"resuming \S+ finetune at epoch 2, batch 2", printed[2])
     assert re.search(f"^({'|'.join(MODELS)}): ", printed[2], re.MULTILINE)  # as side by side
     assert figures_of_rows(project / "reports") == figures_of_rows(never / "out" / "reports")
     assert weights(project / "artifacts") == weights(never / "out" / "artifacts")

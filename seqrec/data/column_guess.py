@@ -401,8 +401,10 @@ def _by_content(role: str, rows: pl.DataFrame, roles: Mapping[str, str], time_fo
     """Return the free column whose values fit the role best: dates for times, repeated non-fractions for ids."""
     free = [column for column in rows.columns if column not in roles.values()]
     if role == "timestamp":
-        filled = [name for name in free if not _is_sparse(rows[name]) and _is_date(_known(rows[name]), time_format)]
-        return _time_of_events(free, rows, roles, time_format) or next(iter(_varying(filled, rows, roles)), None)
+        if found := _time_of_events(free, rows, roles, time_format):
+            return found
+        gaps = [name for name in free if not _is_sparse(rows[name]) and _is_date(_known(rows[name]), time_format)]
+        return next(iter(_varying(gaps, rows, roles)), None)
     if role == "rating":
         return None
     free = [column for column in free if "timestamp" in roles or _fitting(rows[column], time_format) is None]

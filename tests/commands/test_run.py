@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_an_interrupted_run_continues_and_ends_the_same(caplog):
     assert main(["import", "--run", "third"]) == 1
     assert "the run in third was interrupted" in caplog.text
     assert run("--out", "third", "--data", "out/data") == 0
-    assert " finetune at epoch 2, batch 2" in caplog.text
+    assert re.search(r"resuming \S+ finetune at epoch 2, batch 2", caplog.text)
     assert scores(Path("third")) == scores(Path("out"))
 
 
