@@ -128,6 +128,7 @@ def export_checkpoint(checkpoint: Checkpoint, output: Path, k: int = 100) -> dic
     output.mkdir(parents=True, exist_ok=True)
     program.save(output / GRAPH)
     card = {"k": k, "inputs": given, "shortest": model.shortest, "seen": model.options.history}
+    card |= {name: checkpoint.card[name] for name in ("filter_seen", "median_gap")}
     card |= {"reads": asdict(engine.reads), **identity(checkpoint.card)}
     try:
         weights, run = (Recommender.of(checkpoint, each) for each in (engine, OnnxEngine(output, card)))

@@ -11,7 +11,7 @@ import pytest
 import requests
 from support import FACTS, MODULES, ROOT, has_option, save
 
-from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY
+from seqrec.artifacts import GRAPH, GRAPH_CARD, ITEMS, VOCABULARY, read_json
 from seqrec.config import RegisterConfig, ServeConfig
 from seqrec.models import REGISTRY
 from seqrec.serving import http, onnx_engine, onnx_graph
@@ -49,6 +49,8 @@ def test_the_graph_answers_as_torch_does(prepared, tmp_path, name, options):
     values = onnx_graph.export(saved=saved, output=saved, k=15)
 
     assert values == {"k": 15}
+    card = read_json(saved / GRAPH_CARD)  # also what somebody needs who runs the graph alone
+    assert (card["filter_seen"], card["median_gap"]) == (True, 1000.0)
     torch_, graph = Recommender.load(saved), onnx_engine.load(saved)
     kinds = Attributes({"kind": Attribute([("even", "odd")[item % 2] for item in range(40)])})
     torch_.attributes = graph.attributes = kinds
