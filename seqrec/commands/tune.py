@@ -113,7 +113,8 @@ def tune(
         The budget spent on the model, and its best validation metric.
 
     Raises:
-        ConfigError: a range is wrong, the study belongs to another search, or no trial has a result.
+        ConfigError: a range is wrong, the data was prepared with other settings, the study belongs to another search,
+            or no trial has a result.
     """
     if output and output.suffix == ".json":
         raise ConfigError(f"--output: {output} is where the budget goes; name the config otherwise, such as .yaml")
@@ -156,6 +157,13 @@ def _search(model: str, dataset: str, params: Mapping[str, Any], sequences: Path
     card = read_json(sequences / SPLIT_CARD)
     if (held := card["dataset"]) != dataset:
         raise ConfigError(f"--dataset: {sequences} holds {held}, not {dataset}: add --dataset {held}")
+    made = card | {f"min_{name}_events": number for name, number in card["k_core"].items()}
+    for name, value in asdict(everything.section("prepare", dataset=dataset)).items():
+        if name != "seed" and (there := made.get(name, value)) != value:  # the seed decides nothing in most splits
+            raise ConfigError(
+                f"prepare.{name}: is {value}, but {sequences} was prepared with {there}: prepare the data again, or "
+                "pass the settings of the data as --params"
+            )
     search = Search(model=model, content=content, space=space, config=config, split=card["split_sha256"])
     search.check()
     return search

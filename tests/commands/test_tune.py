@@ -262,6 +262,15 @@ def test_a_folder_of_another_dataset_is_refused(prepared, tmp_path):
         search(prepared, tmp_path, changed(datasets={"other": {}, "synthetic": {}}), dataset="other")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "there"), [("protocol", "temporal", "LOO-full"), ("min_user_events", 9, 5), ("min_rating", 3, 0.0)]
+)
+def test_data_that_was_prepared_with_other_settings_is_refused(prepared, tmp_path, key, value, there):
+    with pytest.raises(ConfigError, match=rf"prepare\.{key}: is {value}.*, but .* was prepared with {there}: prepare"):
+        search(prepared, tmp_path, changed(**{f"prepare__{key}": value}))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_settings_that_do_not_go_together_fail_a_trial_and_the_search_goes_on(prepared, tmp_path, caplog):
     ranges = {"sasrec": {"options.heads": {"choices": [2, 4]}, "options.d_model": {"choices": [16, 18]}}}
     search(prepared, tmp_path, changed(tune__epochs=1, tune__spaces=ranges))
