@@ -99,6 +99,7 @@ NO_TIMES = (
     "without times can also be lines of `user item item ...`, oldest item first"
 )
 CALENDAR = 31  # no hour, weekday, day or month has more values
+DATE_PARTS = {"year", "month", "day"}
 GIVEN, NAMED, FITTING = "your flag", "its name", "its values"  # reasons for a guess
 ORDER = "your flag; its numbers are not dates, so they only give the order"
 
@@ -167,7 +168,7 @@ def guess(path: Path, chosen: Mapping[str, str], time_format: str = "") -> tuple
         _check_order(times)
         reasons["timestamp"] = ORDER
     else:
-        time_format = time_format or _time_format(times)
+        time_format = time_format or _time_format(times, names)
         _warn_of_clocks(rows, roles, time_format)
     if "title" not in roles and (title := _title(rows, roles)):
         roles["title"], reasons["title"] = title, NAMED
@@ -547,8 +548,8 @@ def _warn_of_clocks(rows: pl.DataFrame, roles: Mapping[str, str], time_format: s
             )
 
 
-def _time_format(values: pl.Series) -> str:
-    """Return the one of `FORMATS` that fits most of the values; empty if they need none.
+def _time_format(values: pl.Series, names: Sequence[str]) -> str:
+    """Return the one of `FORMATS` that fits most of the values; empty if they need none. `names` are all columns.
 
     Raises:
         ValueError: no format fits, or two of them fit equally well and give different times.
@@ -576,13 +577,14 @@ def _time_format(values: pl.Series) -> str:
             )
     if shares[fitting] < FIT:
         example = "" if known.is_empty() else f" such as {str(known[0])!r:.40}"
-        order = (
-            f"; if they only number days or steps, pass the column with --time {values.name}"
-            if _is_order(values) and values.n_unique() > CALENDAR
-            else ""
-        )
+        parts = [name for name in names if not DATE_PARTS.isdisjoint(words_of(name))]
+        hint = ""
+        if len(parts) == len(DATE_PARTS):
+            hint = f"; if {', '.join(parts)} are the parts of a date, write it into one column, such as 2009-12-31"
+        elif _is_order(values) and values.n_unique() > CALENDAR:
+            hint = f"; if they only number days or steps, pass the column with --time {values.name}"
         raise ValueError(
             f"the times of {values.name}{example} have no known format, or lie outside 1990 to 2035: "
-            f"set --time-format, or name another column with --time{order}"
+            f"set --time-format, or name another column with --time{hint}"
         )
     return fitting

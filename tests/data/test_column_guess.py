@@ -300,6 +300,7 @@ def test_what_the_caller_names_is_taken(tmp_path):
         ("user=user item=item time=words", {}, "have no known format.* set --time-format"),
         ("user=user item=item day=number", {}, "have no known format.* with --time day"),
         ("user=user item=item hour_of_day=count", {}, "have no known format.* another column with --time$"),
+        ("user=user item=item day=count month=count year=count", {}, "if day, month, year are the parts of a date"),
         (
             "user=user item=item time=either-time",
             {},
