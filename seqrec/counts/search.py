@@ -24,8 +24,8 @@ from torch import Tensor
 
 from seqrec.config import CountsConfig, FinetuneConfig, parse
 from seqrec.counts.case_ranks import CaseRanks, remembered
-from seqrec.counts.table import CountTable
-from seqrec.counts.term import CountTerm, build, by_halves, counted, with_counts
+from seqrec.counts.table import CountTable, count_all
+from seqrec.counts.term import CountTerm, build, by_halves, counted, kernel, with_counts
 from seqrec.data import sequences, ties
 from seqrec.data.sequences import Cases, Sequences
 from seqrec.evaluation import metrics, ranking
@@ -222,11 +222,19 @@ class Tables:
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
-        pairs = (config.kernel, config.window, config.across, config.targets)
-        key = config.values if config.values in UNCHANGED else pairs
-        if key not in self.tables:
+        if (key := _key(config)) not in self.tables:
             self.tables[key] = counted(self.data, config)
         return self.tables[key]
+
+    def count_ahead(self, start: CountsConfig, axes: Sequence[AnyAxis]) -> None:
+        """Count for all kernels of the axes at once, which takes less than half the time of one after the other."""
+        changes = [change for axis in axes if not callable(axis) for change in axis if "kernel" in change]
+        tried = {_key(config): config for config in (replace(start, **change) for change in changes)}
+        missing = {key: config for key, config in tried.items() if key not in self.tables}
+        if missing:
+            kernels = [kernel(config.kernel, config.window).tolist() for config in missing.values()]
+            found = count_all(self.data, kernels, start.targets, start.across)
+            self.tables.update(zip(missing, found, strict=True))
 
     def built(self, config: CountsConfig) -> CountTerm:
         """Return the count term of `config`; with alpha 0, it adds nothing."""
@@ -240,6 +248,12 @@ class Tables:
         """Return `base`, a scorer on `device`, with the count term of `config` added."""
         term = self.term(config)
         return with_counts(base, term and term.to(device))
+
+
+def _key(config: CountsConfig) -> Any:
+    """Return what the table of `config` depends on."""
+    pairs = (config.kernel, config.window, config.across, config.targets)
+    return config.values if config.values in UNCHANGED else pairs
 
 
 def choose(
@@ -260,6 +274,7 @@ def choose(
     improve them. `alone` says that `base` is the constant of a baseline, not a model. `tables` are on the host, and
     `data` is on the device of the model.
     """
+    tables.count_ahead(start, axes)
     cases, base = drawn_cases(data, tables, LEAST_ALONE if alone else LEAST), remembered(base)
     value = by_ndcg if alone or len(cases) > FEW else by_rank
     ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)

@@ -202,6 +202,17 @@ def test_the_ranks_of_a_search_are_those_of_a_ranking(data, values, filter_seen,
     assert ranks(counts).tolist() == expected  # the scores without counts stay as they are
 
 
+def test_tables_that_are_counted_ahead_are_those_of_their_settings(data, monkeypatch):
+    ahead, alone = Tables(data), Tables(data)
+    ahead.count_ahead(OFF, search.ADDED)
+    settings = [replace(OFF, **change) for change in search.KERNELS]
+    found = [alone.table(config) for config in settings]
+
+    monkeypatch.setattr(search, "counted", None)  # nothing is left to count
+    for config, of_config in zip(settings, found, strict=True):
+        assert all(map(torch.equal, vars(ahead.table(config)).values(), vars(of_config).values()))
+
+
 def test_without_cases_there_are_no_ranks(data):
     cases = sequences.Cases(user=torch.empty(0, dtype=torch.long), position=torch.empty(0, dtype=torch.long))
     ranks, counts = CaseRanks(nothing, data, cases, filter_seen=True), Tables(data).built(CountsConfig())

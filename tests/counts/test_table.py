@@ -52,6 +52,18 @@ def test_pairs_of_events_at_different_times_count_less(data):
     assert not np.allclose(found, counts_by_loop(tied, WEIGHTS))
 
 
+def test_tables_of_several_kernels_are_those_of_each_alone(data):
+    data = replace(data, times=data.times // 4_000)  # ordered ties
+    kernels = (WEIGHTS, WEIGHTS[:1], (0.5, 0.3, 0.2, 0.1, 0.1))
+
+    for weights, found in zip(kernels, table.count_all(data, kernels, limit=5, across=0.3), strict=True):
+        alone = table.count(data, weights, limit=5, across=0.3)
+        assert all(map(torch.equal, vars(found).values(), vars(alone).values()))
+        np.testing.assert_allclose(
+            square(table.count_all(data, [weights, WEIGHTS])[0]), counts_by_loop(data, weights), rtol=1e-6
+        )
+
+
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 24])
 def test_the_result_does_not_depend_on_what_is_in_memory_at_once(data, monkeypatch, pairs):
     whole = table.count(data, WEIGHTS)
