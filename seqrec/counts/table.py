@@ -116,9 +116,7 @@ def _ranges(bounds: Array, events: int, rows: int) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-def _rows(
-    events: _Train, event: Array, weight_KSD: Array, first: int, stop: int, bits: int, limit: int
-) -> list[Rows]:
+def _rows(events: _Train, event: Array, weight_KSD: Array, first: int, stop: int, bits: int, limit: int) -> list[Rows]:
     """Return lengths, targets and counts of rows `first` to `stop`, whose source events are `event`, for each kernel.
 
     Each sort is of whole numbers that hold in their bits all that is needed: several times as fast as an argsort.
@@ -143,7 +141,7 @@ def _rows(
 
 
 def _largest(pair: Array, total: Array, rows: int, bits: int, limit: int) -> Rows:
-    """Return lengths, targets and counts of `rows` rows, with the `limit` pairs of each that have the largest totals."""
+    """Return lengths, targets and totals of `rows` rows; each keeps the `limit` pairs with the largest totals."""
     pair, total = pair[total > 0], total[total > 0].astype(np.float32)  # some are out of the window
     row, target = pair >> bits, pair & (1 << bits) - 1
     key = (row << 31 | MOST_BITS - total.view(np.int32)) << bits | target
