@@ -68,7 +68,10 @@ def pytest_generate_tests(metafunc):
 def _one_seed():
     import torch
 
+    from seqrec.counts.search import Tables
+
     torch.manual_seed(0)
+    Tables.of.cache_clear()  # a test may change how tables are counted
 
 
 @pytest.fixture(scope="session")

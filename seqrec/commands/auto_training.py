@@ -94,11 +94,9 @@ def model_settings(
     ruled = auto_settings.options(name, shape) | own
     set_ = {option: value for option, value in (options or {}).items() if value != AUTO or option not in ruled}
     chosen = auto_settings.merged(ruled, set_, "options")
-    return {
-        "options": chosen,
-        "pretrain": {"item_vectors": auto_settings.item_vectors(shape, chosen)} | dict(pretrain or {}),
-        "finetune": {"counts": "auto"} | auto_settings.finetune(shape, given, name, chosen),
-    }
+    training = {"counts": "auto"} | auto_settings.finetune(shape, given, name, chosen)
+    start = auto_settings.item_vectors(shape, chosen, auto_settings.targets(shape, training))
+    return {"options": chosen, "pretrain": {"item_vectors": start} | dict(pretrain or {}), "finetune": training}
 
 
 class Fit(NamedTuple):

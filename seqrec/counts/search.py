@@ -212,13 +212,21 @@ def _mean(value_C: FloatArray, chosen: NDArray[np.bool_]) -> float:
 class Tables:
     """Count tables of one dataset by kernel, window and size, built on first use."""
 
-    def __init__(self, data: Sequences, stored: CountTerm | None = None) -> None:
-        """Start with the weights of EASE that a `stored` term of this dataset holds: they take minutes to compute."""
+    def __init__(self, data: Sequences) -> None:
         self.data = data
         self.tables: dict[Any, CountTable] = {}
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def of(data: Sequences) -> Tables:
+        """Return the tables of `data` that the stages of a process share; those of the last dataset are kept."""
+        return Tables(data)
+
+    def add_ease(self, stored: CountTerm | None) -> None:
+        """Take the weights of EASE that a `stored` term of this dataset holds: they take minutes to compute."""
         ease = stored if stored is None or stored.kind == "ease" else stored.further.get("ease")
         if ease:
-            self.tables["ease"] = CountTable(ease.offsets, ease.targets, ease.values)
+            self.tables.setdefault("ease", CountTable(ease.offsets, ease.targets, ease.values))
 
     def table(self, config: CountsConfig) -> CountTable:
         """Return the count table of `config`."""
@@ -337,7 +345,7 @@ def for_model(
         return Tables(data).term(values), asdict(values)
     device = next(model.parameters()).device
     data_on_device = data.to(device, resident=config.resident)
-    tables, scorer = Tables(data), ranking.model_scorer(model.eval())
+    tables, scorer = Tables.of(data), ranking.model_scorer(model.eval())
     ease = data.num_items <= config.ease_items
     if not ease:
         logger.info(

@@ -7,6 +7,7 @@ only the pages it needs, so the data may be larger than memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,9 +65,12 @@ class Shards:
 Flat = Tensor | Shards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
-    """The prepared dataset; `start` to `stop` are indices into the flat arrays, one entry per user 1..U."""
+    """The prepared dataset; `start` to `stop` are indices into the flat arrays, one entry per user 1..U.
+
+    It equals itself alone, so that what is computed from it can be kept.
+    """
 
     items: Flat  # (E,) int32
     times: Flat  # (E,) int64, seconds UTC
@@ -135,9 +139,18 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 def load(directory: Path) -> Sequences:
     """Map the prepared dataset in `directory` into memory, without copying values or offsets.
 
+    As long as its files are unchanged and no other dataset is loaded, the result is the same object.
+
     Raises:
         ValueError: the file is not a prepared dataset of this version.
     """
+    files = [directory / name for name in (SEQUENCES, VOCABULARY, SPLIT_CARD, NEGATIVES)]
+    return _load(directory, tuple((file.stat().st_mtime_ns, file.stat().st_ino) for file in files if file.exists()))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(directory: Path, versions: tuple[tuple[int, int], ...]) -> Sequences:
+    """Return the dataset of these versions of its files."""
     table = map_ipc(directory / SEQUENCES)
     if not table.schema.equals(SEQUENCES_SCHEMA):
         raise ValueError(

@@ -58,6 +58,7 @@ STARTS = {
     "pctm": CountsConfig(),
     "seqrules": CountsConfig(values="sum", decay="inverse"),
 }
+COUNTED = ("pctm", "seqrules")  # which read the same counts
 AXES = {"repeats": search.REPEATS, "ease": search.DECAYS, "pctm": search.ALONE, "seqrules": search.RULES}
 
 
@@ -118,7 +119,7 @@ def baselines(
             f"{most:,}",
             f"{prepared.num_items:,}",
         )
-    values, tables = {}, Tables(prepared)  # PCTM and Sequential Rules read the same counts
+    values, tables = {}, Tables.of(prepared)
     for name in names:
         folder = artifacts / name / "finetuned"
         for place in (folder, reports / name):
@@ -212,6 +213,8 @@ def write(
     elif start and name in AXES:
         scorer = ranking.model_scorer(net.eval())
         axes = AXES[name]
+        if name in COUNTED:
+            tables.count_ahead(CountsConfig(), [axis for other in COUNTED for axis in AXES[other]])
         choice = search.choose(scorer, tables, data, filter_seen=filter_seen, start=start, axes=axes, alone=True)
         settings, entry = choice.values, choice.card()
     counts = tables.built(settings) if settings else None

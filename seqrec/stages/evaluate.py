@@ -61,7 +61,9 @@ def evaluate(
     test = valid = with_counts(scorer, term and term.to(device))
     if "folds" in chosen:
         folds = [counts_config(fold) for fold in chosen["folds"]]
-        valid = fold_scorer(scorer, Tables(loaded, term), folds, device)
+        tables = Tables.of(loaded)
+        tables.add_ease(term)
+        valid = fold_scorer(scorer, tables, folds, device)
     count = None
     if config.refit != "none":
         refitted = _refitted(trained)

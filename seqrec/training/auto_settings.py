@@ -33,6 +33,7 @@ FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # one step in 20 is a warm-up step
 WARMUP = 100  # maximum number of warm-up steps
 RARE = 30  # items are rare if they have fewer events on average
+VISITS = 600  # a training is short if items are its targets less often on average
 WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
@@ -119,6 +120,13 @@ def steps_an_epoch(shape: Shape, of: str, batch: int) -> int:
 def targets_an_epoch(shape: Shape, of: str) -> int:
     """Return the approximate number of targets of an epoch if `windows` is `of`."""
     return shape.events if of == "all" else min(shape.events, shape.users * length(shape))
+
+
+def targets(shape: Shape, settings: Mapping[str, Any]) -> float:
+    """Return the approximate number of targets of a training with these `settings` of finetune."""
+    whole = steps_an_epoch(shape, settings["windows"], settings["batch_size"])
+    epochs = settings["epochs"] * min(1.0, (settings.get("epoch_steps") or whole) / whole)
+    return float(epochs * targets_an_epoch(shape, settings["windows"]))
 
 
 def loss(shape: Shape) -> str:
@@ -218,9 +226,10 @@ def resolved_start(config: PretrainConfig, data: Sequences, options: Mapping[str
     return replace(config, item_vectors=start)
 
 
-def item_vectors(shape: Shape, options: Mapping[str, Any]) -> Literal["random", "counts"]:
-    """Return `counts` if the vectors of rare items do not learn from words, which teach them the same."""
-    return "random" if options.get("attribute_values") or not has_rare_items(shape) else "counts"
+def item_vectors(shape: Shape, options: Mapping[str, Any], targets: float = math.inf) -> Literal["random", "counts"]:
+    """Return `counts` if items are rare or a training on so many `targets` is short, and no words teach the same."""
+    learns = not has_rare_items(shape) and targets >= VISITS * shape.items
+    return "random" if options.get("attribute_values") or learns else "counts"
 
 
 def has_rare_items(shape: Shape) -> bool:

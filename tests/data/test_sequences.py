@@ -5,6 +5,7 @@ import pytest
 import torch
 from support import prepare_rows
 
+from seqrec.artifacts import SPLIT_CARD, write_json
 from seqrec.data import sequences
 
 ROWS = [(u, i, t) for u, row in {"u": "abcd", "v": "bad"}.items() for t, i in enumerate(row, start=100)]
@@ -129,6 +130,17 @@ def test_the_file_is_mapped_not_read(tmp_path):
         file.write(b"\x04")
 
     assert loaded.items.tolist() == [4, 2, 3, 4, 2, 1, 4]
+
+
+def test_a_dataset_is_loaded_anew_once_its_files_or_the_folder_change(tmp_path):
+    folder, other = small(tmp_path), small(tmp_path / "other")
+    first = sequences.load(folder)
+    assert sequences.load(folder) is first
+
+    assert sequences.load(other) is not first
+    before = sequences.load(folder)
+    write_json(folder / SPLIT_CARD, before.card | {"dataset": "renamed"})
+    assert sequences.load(folder).card["dataset"] == "renamed"
 
 
 def test_another_schema_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from support import FILTERED, prepare_rows
 from seqrec.artifacts import CASES, METRICS, RECOMMENDATIONS, REFITTED, read_json
 from seqrec.commands import recommend
 from seqrec.config import EvaluateConfig
-from seqrec.counts import ease, term
+from seqrec.counts import ease, search, term
 from seqrec.counts.ease import ease_weights
 from seqrec.counts.search import Tables
 from seqrec.data import sequences
@@ -101,6 +101,19 @@ def scores_of(name, tables, folder, history):
     assert answer.source == name
     score = dict(zip(answer.items, answer.scores, strict=True))
     return [score[item_id] for item_id in recommender.item_ids]
+
+
+def test_the_stages_of_a_process_count_once(tables, tmp_path, monkeypatch):
+    baselines(tables, tmp_path, names=("pctm",))
+    monkeypatch.setattr(search, "count_all", None)
+    monkeypatch.setattr(search, "counted", None)
+
+    saved = tmp_path / "artifacts" / "pctm" / "finetuned"
+    evaluate(model="pctm", sequences=tables, checkpoint=saved, report=tmp_path / "report", config=CONFIG)
+    baselines(tables, tmp_path, names=("seqrules",))
+    other = prepare_rows(tmp_path / "other", [(f"u{n % 9}", f"i{n % 4}", n) for n in range(90)])
+    with pytest.raises(TypeError):
+        baselines(other, tmp_path, names=("seqrules",))
 
 
 def test_a_log_whose_ranking_takes_long_names_the_setting(prepared, tmp_path, caplog, monkeypatch):
