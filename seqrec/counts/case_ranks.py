@@ -19,7 +19,7 @@ from seqrec.evaluation.ranking import ScoreBlocks, Scorer, SeenItems
 
 CASES_AT_ONCE = 1_024  # whose histories a model on a GPU encodes in one pass
 CELLS_AT_ONCE = 1_000_000  # scores of a block, which stay in the caches
-SCORES = 60_000_000  # maximum number of scores that are kept, 240 MB; if there are more, each term computes them again
+SCORES = 60_000_000  # maximum number of scores, and of sums, that are kept, 240 MB each; others are computed again
 
 
 class CaseRanks:
@@ -30,31 +30,44 @@ class CaseRanks:
         self.base, self.data, self.cases, self.filter_seen = base, data, cases, filter_seen
         at_once = max(1, min(CASES_AT_ONCE, CELLS_AT_ONCE // data.num_items))
         self.rows = ranking.case_blocks(cases.position - data.start[cases.user], at_once)
+        self.keeps = len(cases) * data.num_items <= SCORES
         self.kept: dict[int, Tensor] = {}
+        self.term: CountTerm | None = None  # whose sums are kept
+        self.sums: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, term: CountTerm) -> FloatArray:
-        """Return the mid-ranks (C,) of the targets with `term` added to the base scores."""
-        term, keeps = term.to(self.data.device), len(self.cases) * self.data.num_items <= SCORES
-        ranks = [
-            _ranks(term.adder(term.histories(self.data, user, stop))(base_BV.clone(), 0), target_B1)
-            for user, stop, target_B1, base_BV in self._blocks(keeps)
-        ]
-        return torch.cat([torch.empty(0, dtype=torch.float64), *ranks]).numpy()
+    def __call__(self, term: CountTerm, alpha: float = 1.0, popularity: float = 0.0) -> FloatArray:
+        """Return the mid-ranks (C,) of the targets with `alpha` times `term` and popularity added to the base scores.
+
+        The sums of the last `term` are kept, so that other weights of the same object cost little.
+        """
+        if term is not self.term:
+            self.term, self.sums = term, {}
+        term, ranks = term.to(self.data.device), [torch.empty(0, dtype=torch.float64)]
+        for first, user, stop, target_B1, base_BV in self._blocks(self.keeps):
+            if (sum_BV := self.sums.get(first)) is None:
+                sum_BV = term.adder(term.histories(self.data, user, stop))(torch.zeros_like(base_BV), 0)
+                if self.keeps:
+                    self.sums[first] = sum_BV
+            score_BV = torch.add(base_BV, sum_BV, alpha=alpha)
+            if popularity:
+                score_BV += popularity * term.log_popularity
+            ranks.append(_ranks(score_BV, target_B1))
+        return torch.cat(ranks).numpy()
 
     @torch.no_grad()
     def weighted(self, term: CountTerm, weights: Sequence[float]) -> FloatArray:
         """Return the mid-ranks (W, C) with `term` times each weight added to the base scores."""
         term = term.to(self.data.device)
         ranks = [torch.empty(len(weights), 0, dtype=torch.float64)]
-        for user, stop, target_B1, base_BV in self._blocks(keeps=False):
+        for _, user, stop, target_B1, base_BV in self._blocks(keeps=False):
             vote_BV = term.adder(term.histories(self.data, user, stop))(torch.zeros_like(base_BV), 0)
             scores = (torch.add(base_BV, vote_BV, alpha=weight) for weight in weights)
             ranks.append(torch.stack([_ranks(score_BV, target_B1) for score_BV in scores]))
         return torch.cat(ranks, 1).numpy()
 
-    def _blocks(self, keeps: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield user, stop, target (B, 1) and base scores (B, V) of each block of cases; `keeps` the scores."""
+    def _blocks(self, keeps: bool) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+        """Yield first row, user, stop, target (B, 1) and base scores (B, V) of each block; `keeps` the scores."""
         for rows in self.rows:
             user, stop = self.cases.user[rows], self.cases.position[rows]
             target_B1 = self.data.sent(self.data.items[stop].long().unsqueeze(1))
@@ -62,7 +75,7 @@ class CaseRanks:
                 base_BV = self._base(user, stop, target_B1)
                 if keeps:
                     self.kept[rows.start] = base_BV
-            yield user, stop, target_B1, base_BV
+            yield rows.start, user, stop, target_B1, base_BV
 
     def _base(self, user: Tensor, stop: Tensor, target_B1: Tensor) -> Tensor:
         """Return the base scores (B, V) of a block; items that are no candidates have -inf."""

@@ -39,7 +39,7 @@ SCORES = 60_000_000  # most scores of these cases: of catalogues with more than 
 LEAST = 500  # cases that are ranked even if they have more scores than that
 LEAST_ALONE = 1_000  # the same for a baseline, which has fewer settings to try
 FEW = 2_000  # with up to so many cases, ranks decide beside a model
-PAIRS = 1 << 24  # maximum number of table entries that the cases read in total, 200 MB
+PAIRS = 1 << 25  # maximum number of table entries that the cases read in total
 ROUNDS = 2  # rounds over all axes
 Axis = Sequence[Mapping[str, Any]]  # alternatives, each a change of one or more settings
 AnyAxis = Axis | Callable[[CountsConfig], Axis]  # or what gives them for the settings found so far
@@ -87,7 +87,8 @@ LAST_EVENT = CountsConfig(alpha=3.0, rho=0.2, kernel="square")  # counts in whic
 SCALES: Sequence[AnyAxis] = (alphas, [{"smoothing": tau} for tau in SMOOTHING], RHO)
 ADDED = (*SCALES, KERNELS, popularities)
 VISITS = 0.1  # with a larger share of events at the time of the event before, pairs across times may count less
-AT_ONCE = ([{"across": 0.1}], *ADDED)
+ACROSS: Mapping[str, Any] = {"across": 0.1}
+AT_ONCE = ([ACROSS], *ADDED)
 CERTAIN = 2.0  # standard errors by which that must be better
 
 
@@ -286,10 +287,17 @@ def choose(
     cases, base = drawn_cases(data, tables, LEAST_ALONE if alone else LEAST), remembered(base)
     value = by_ndcg if alone or len(cases) > FEW else by_rank
     ranks = CaseRanks(base, data, cases, filter_seen=filter_seen)
-    ranks_of = functools.cache(lambda config: ranks(tables.built(config)))
+    built = functools.lru_cache(maxsize=1)(tables.built)
+
+    @functools.cache
+    def ranks_of(config: CountsConfig) -> FloatArray:
+        term = built(replace(config, alpha=1.0, popularity=0.0))
+        return ranks(term, config.alpha, config.popularity if config.alpha else 0.0)
+
     found = search(ranks_of, cases.user, [start] * 3, axes, again, value)
     if not alone and has_visits(data):
         starts = [found.values, *found.folds]
+        tables.count_ahead(replace(start, **ACROSS), AT_ONCE)
         found = search(ranks_of, cases.user, starts, AT_ONCE, value=value, errors=CERTAIN)
     if value is by_rank:
         found = search(ranks_of, cases.user, [found.values, *found.folds], [popularities])

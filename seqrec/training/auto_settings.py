@@ -33,7 +33,7 @@ FEWEST_EPOCHS, ENOUGH_EPOCHS, MOST_EPOCHS = 5, 20, 100
 WARMUP_SHARE = 20  # one step in 20 is a warm-up step
 WARMUP = 100  # maximum number of warm-up steps
 RARE = 30  # items are rare if they have fewer events on average
-VISITS = 600  # a training is short if items are its targets less often on average
+VISITS = 1_200  # a training is short if items are its targets less often on average
 WORDS = 32  # most words that are read of an item's text
 SPARSE = 10  # a log is sparse if its median history has fewer events
 # settings of finetune that have a rule
