@@ -95,7 +95,7 @@ def model_settings(
     set_ = {option: value for option, value in (options or {}).items() if value != AUTO or option not in ruled}
     chosen = auto_settings.merged(ruled, set_, "options")
     training = {"counts": "auto"} | auto_settings.finetune(shape, given, name, chosen)
-    start = auto_settings.item_vectors(shape, chosen, auto_settings.targets(shape, training))
+    start = auto_settings.item_vectors(shape, chosen, auto_settings.number_of_targets(shape, training))
     return {"options": chosen, "pretrain": {"item_vectors": start} | dict(pretrain or {}), "finetune": training}
 
 

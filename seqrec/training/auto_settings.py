@@ -122,7 +122,7 @@ def targets_an_epoch(shape: Shape, of: str) -> int:
     return shape.events if of == "all" else min(shape.events, shape.users * length(shape))
 
 
-def targets(shape: Shape, settings: Mapping[str, Any]) -> float:
+def number_of_targets(shape: Shape, settings: Mapping[str, Any]) -> float:
     """Return the approximate number of targets of a training with these `settings` of finetune."""
     whole = steps_an_epoch(shape, settings["windows"], settings["batch_size"])
     epochs = settings["epochs"] * min(1.0, (settings.get("epoch_steps") or whole) / whole)

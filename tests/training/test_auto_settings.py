@@ -152,12 +152,12 @@ def test_vectors_of_rare_items_without_words_start_with_counts():
     assert start(1_001, described=True) == "random"
 
 
-def test_vectors_of_items_start_with_counts_where_the_budget_ends_the_training_early():
+def test_vectors_of_items_start_with_counts_where_the_training_is_short():
     many = replace(shape(users=10_000, items=1_000), events=1_000_000)  # 1,000 of each item
 
     def start(**limits):
         entry = model_settings("sasrec", many, limits)
-        return entry["pretrain"]["item_vectors"], auto.targets(many, entry["finetune"])
+        return entry["pretrain"]["item_vectors"], auto.number_of_targets(many, entry["finetune"])
 
     whole = auto.steps_an_epoch(many, "all", auto.batch_size(many, "all"))
     assert start() == ("random", 20 * 1_000_000)
